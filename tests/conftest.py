@@ -1,32 +1,31 @@
-"""What all tests share.
+"""Configuration of all tests.
 
-Invariant: a test run is repeatable where it has to be (CI derandomizes hypothesis), and looks at
-    new inputs everywhere else.
+Invariant: CI runs are repeatable (hypothesis is derandomized); other runs draw new inputs.
 """
 
 import gc
 import os
 import signal
 
-# A shell that starts tests in the background has them ignore Ctrl-C, and so would the commands that
-# tests start and interrupt.
+# A background job of a shell ignores SIGINT. Commands that tests start and interrupt would inherit
+# this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A rule that a pass of ours breaks is an error here, and a warning elsewhere.
+# Verifier violations of the project's passes are errors in tests, and warnings elsewhere.
 os.environ.setdefault("QSYNC_VERIFY", "raise")
 
-# What has been measured on this machine is nothing to tests.
+# Tests ignore plans that are cached on this machine.
 os.environ.setdefault("QSYNC_CACHED_PLAN", "0")
 
 # Processes that tests start import torch, which takes three times as long without compiled modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# How wide the terminal is that tests start in is nothing to them.
+# Tests do not depend on the width of the terminal.
 os.environ.pop("COLUMNS", None)
 
-# Before torch is imported: with tests on several processes each one compiles in itself, and a pool
-# of compilers for each is too many.
+# Must be set before torch is imported. Each worker process compiles by itself, as a pool of compile
+# processes per worker is too many.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
@@ -48,8 +47,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: Python need not look through millions of objects again and again
-    while models compile.
+    """Freeze existing objects, so that garbage collection does not scan millions of them while
+    models compile.
     """
     gc.collect()
     gc.freeze()
@@ -58,7 +57,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_code_of_other_tests() -> None:
-    """Dynamo keeps what it compiled of a function, `nn.Linear.forward` say, eight versions at most:
-    a test that meets another one's, or the limit, compiles nothing.
+    """Reset Dynamo, which caches at most eight compiled versions of a function such as
+    `nn.Linear.forward`. A cached match, or the limit, would prevent a test's compilation.
     """
     torch._dynamo.reset()

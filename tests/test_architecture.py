@@ -1,7 +1,6 @@
-"""The tree has the shape that the pages rely on: formats stand in one table, operators in theirs,
-imports run one way.
+"""Architecture rules: only their tables list formats and operators, and imports follow the layers.
 
-So that adding a format, an operator or a pass takes no more files than the how-to pages say.
+A new format, operator or pass therefore changes only the files that its how-to page lists.
 """
 
 from __future__ import annotations
@@ -59,15 +58,14 @@ def imported_names(path: Path) -> set[str]:
 
 
 def test_only_the_table_lists_formats() -> None:
-    """FP32 and FP64 are what models are written in, so much speaks of them.
+    """FP32 and FP64 are the formats of models, so any file may name them.
 
-    A narrower format is named where nothing else can be.
+    Files name narrower formats only if it is unavoidable.
     """
     narrow = {fmt.name for fmt in FORMATS.values() if fmt.bits < 32}
-    # Which units multiply which formats, and by what instruction, is what the files in backend/cuda
-    # are about.
+    # The files in backend/cuda describe the units and instructions for each format.
     sources = {name: path for name, path in SOURCES.items() if not name.startswith("backend/cuda/")}
-    named = {name: found for name, path in sources.items() if (found := strings(path) & narrow)}
+    named = {name: formats for name, path in sources.items() if (formats := strings(path) & narrow)}
     because = {
         "qsync_fx/formats.py": "the table",
         "qsync_fx/option_help.py": "recipes, whose options are formats",
@@ -102,8 +100,8 @@ def test_only_the_table_lists_dtypes() -> None:
 
 
 def test_no_pass_names_an_operator() -> None:
-    """What a pass knows of an operator stands in its row; passes call the conversions that they
-    insert and nothing else.
+    """Passes read an operator's properties from its row, and call only the conversions that they
+    insert.
     """
     names = {row.name for row in table().values() if row.kind is Kind.ADJUSTABLE} | set(lowerings())
     called = {
@@ -158,7 +156,7 @@ LAYERS = (
 )
 """Packages from the bottom to the top.
 
-A package imports packages of earlier lines only, and none of its own line.
+A package imports only packages of earlier lines.
 """
 LONGEST_CYCLE = 5
 
@@ -173,7 +171,7 @@ MODULES = {module_of(name): path for name, path in SOURCES.items()}
 
 
 def loaded(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that run when a module is loaded: not functions, and not types alone."""
+    """Yield the nodes that run at the loading of a module, without functions or TYPE_CHECKING."""
     for node in ast.iter_child_nodes(tree):
         typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         if not typing_only and not isinstance(node, ast.FunctionDef):
@@ -183,12 +181,10 @@ def loaded(tree: ast.AST) -> Iterator[ast.AST]:
 
 @functools.cache
 def imported_modules(path: Path, deferred: bool = True) -> frozenset[str]:
-    """Return all modules of the project that a file imports; those as it is loaded unless
-    `deferred`.
+    """Return the project's modules that a file imports; without `deferred`, only those it loads.
 
-    Imports inside functions, under TYPE_CHECKING and in the stub of the file count. In a file that
-    uses importlib every string that is the name of a module counts, too: importlib takes such
-    strings, directly or by way of a table.
+    Deferred imports are those inside functions, under TYPE_CHECKING and in the stub of the file. In
+    a file that uses importlib, each string that is the name of a module counts too.
     """
     result: set[str] = set()
     tree = ast.parse(path.read_text())
@@ -211,9 +207,9 @@ def imported_modules(path: Path, deferred: bool = True) -> frozenset[str]:
 def layer(module: str) -> tuple[int, str]:
     """Return the number of a module's layer, and its package."""
     package = module.split(".")[1]
-    found = [number for number, names in enumerate(LAYERS) if package in names.split()]
-    assert found, f"{module} is in no layer: add it to LAYERS and to docs/architecture.md"
-    return found[0], package
+    numbers = [number for number, names in enumerate(LAYERS) if package in names.split()]
+    assert numbers, f"{module} is in no layer: add it to LAYERS and to docs/architecture.md"
+    return numbers[0], package
 
 
 FACADES = ("qsync_fx", "qsync_fx.passes", "qsync_fx.backend")
@@ -245,7 +241,7 @@ def test_import_cycles_are_short() -> None:
 
 
 def test_siblings_are_loaded_without_cycles() -> None:
-    """Of the files and folders in one folder, none loads another that loads it."""
+    """The files and folders of a folder do not load each other in cycles."""
     siblings: dict[str, nx.DiGraph] = {}
     for module, path in MODULES.items():
         for imported in imported_modules(path, deferred=False):
@@ -284,19 +280,18 @@ def test_imports_of_every_kind_are_detected(tmp_path: Path) -> None:
 
 def test_architecture_page_lists_the_layers() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    told = [
+    layers = [
         re.findall(r"`([\w.]+)`", line)
         for line in re.findall(r"^\d+\. (.+)$", text, flags=re.MULTILINE)
     ]
-    assert [" ".join(names) for names in told] == list(LAYERS)
+    assert [" ".join(names) for names in layers] == list(LAYERS)
 
 
 def test_no_module_hides_a_name_of_the_package() -> None:
-    """`import qsync_fx.plan` puts a module in place of any `qsync_fx.plan` there is."""
+    """`import qsync_fx.plan` replaces any other attribute `qsync_fx.plan` by the module."""
     modules = {module.name for module in pkgutil.iter_modules(qsync_fx.__path__)}
     assert not modules & set(qsync_fx.__all__)
-    # A verb is called as the function that it calls; nobody imports its module for the function's
-    # name.
+    # Modules of verbs may have the name of the function that they call: users do not import them.
     files = {
         path.stem for name, path in SOURCES.items() if not name.startswith("qsync_fx/cli/commands/")
     }
@@ -307,7 +302,7 @@ def test_no_module_hides_a_name_of_the_package() -> None:
 def torch_names(path: Path) -> frozenset[str]:
     """Return the dotted names of modules and attributes that a file imports or reads.
 
-    They start with the name of an imported module, whatever the file calls it.
+    Names start with the imported module, even if the file uses an alias.
     """
     nodes = list(ast.walk(ast.parse(path.read_text())))
     imported: dict[str, str] = {}
@@ -335,9 +330,9 @@ def private_in_torch(name: str) -> bool:
 
 def test_single_file_uses_private_names_of_torch() -> None:
     users = {
-        name: found
+        name: private
         for name, path in SOURCES.items()
-        if (found := sorted(filter(private_in_torch, torch_names(path))))
+        if (private := sorted(filter(private_in_torch, torch_names(path))))
     }
     assert not users, "add these names to qsync_fx/torch_internals.py"
 
@@ -363,7 +358,7 @@ def test_private_names_are_detected(tmp_path: Path) -> None:
 
 
 def test_torch_has_the_private_names() -> None:
-    """A new version of torch fails here with the names that it lacks."""
+    """With a new version of torch, the failure lists the missing names."""
     optional = torch_internals.OPTIONAL
     if torch.version.cuda:
         optional -= {name for name in optional if name.startswith("_cuda_")}

@@ -1,4 +1,4 @@
-"""Compare the two walks of docs/architecture.md with the order of real calls."""
+"""Walkthroughs in docs/architecture.md against the order of real calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qsync_fx.devices.cpu_features import native_integer_products
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 Function = tuple[str, str]
-"""The path of a file relative to the root, and the qualified name of a function in it."""
+"""Path of a file relative to the root, and the qualified name of a function in it."""
 
 
 def walk(name: str) -> list[Function]:

@@ -1,6 +1,4 @@
-"""The autocast policy against autocast itself: to the last bit on the CPU, by type on CUDA (through
-fake tensors).
-"""
+"""Autocast policy against torch.autocast: bit-exact on the CPU, dtypes on CUDA (fake tensors)."""
 
 from __future__ import annotations
 
@@ -23,10 +21,10 @@ aten = torch.ops.aten
 Place = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 INPUTS = ("fp32", "lower", "mixed")
 
-# Padding by reflection or replication has an FP32 kernel, padding by a constant has none: the
-# arguments decide.
+# Reflection and replication padding have an FP32 kernel, constant padding has none: the arguments
+# decide.
 BY_ARGUMENT = frozenset({"aten::pad"})
-# Results that nobody wrote: they differ from run to run.
+# Uninitialized results differ from run to run.
 UNWRITTEN = re.compile("empty|resize")
 
 
@@ -47,7 +45,9 @@ def fake_on_cuda(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def with_inputs(call: Call, inputs: str, lower: torch.dtype, place: Place) -> Call:
-    """Returns the call with FP32, lowered, or by turns lowered and FP32 arguments."""
+    """Return the call with FP32, lower-precision, or alternating lower-precision and FP32
+    arguments.
+    """
     count = 0
 
     def convert(value: Any) -> Any:
@@ -64,20 +64,20 @@ def with_inputs(call: Call, inputs: str, lower: torch.dtype, place: Place) -> Ca
 
 def run(call: Call) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    found = call.target(*call.args, **call.kwargs)
-    return [value for value in tree_leaves(found) if isinstance(value, torch.Tensor)]
+    result = call.target(*call.args, **call.kwargs)
+    return [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
 
 
 def run_by_policy(call: Call, device: str, lower: torch.dtype) -> list[torch.Tensor]:
-    """Converts the arguments as the policy says, and runs outside of autocast."""
-    what = policy(call.target, device)
+    """Convert the arguments by the policy, and run outside of autocast."""
+    rule = policy(call.target, device)
     present = {value.dtype for value in tree_leaves((call.args, call.kwargs)) if autocasts(value)}
     widest = torch.float32 if torch.float32 in present else lower
-    to = {"lower": lower, "fp32": torch.float32, "promote": widest, None: None}[what]
-    if to is None:
+    dtype = {"lower": lower, "fp32": torch.float32, "promote": widest, None: None}[rule]
+    if dtype is None:
         return run(call)
     args, kwargs = tree_map(
-        lambda value: value.to(to) if autocasts(value) else value, (call.args, call.kwargs)
+        lambda value: value.to(dtype) if autocasts(value) else value, (call.args, call.kwargs)
     )
     return run(Call(call.target, args, kwargs))
 
@@ -96,7 +96,7 @@ def t(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-# What the operator database does not reach.
+# Operators outside of the operator database.
 EXTRA = (
     Call(aten.conv_tbc.default, (t(7, 2, 3), t(3, 3, 5), t(5)), {}),
     Call(aten._addmm_activation.default, (t(4), t(3, 5), t(5, 4)), {}),
@@ -114,20 +114,19 @@ EXTRA = (
         {},
     ),
 )
-# Kernels that no plain call reaches: of fused CUDA cells, of oneDNN, and of encoder layers in
-# inference.
+# Kernels that plain calls do not reach: of oneDNN, and of encoder layers in inference.
 UNREACHED = frozenset({"aten::mkldnn_rnn_layer", "aten::_native_multi_head_attention"})
 
 
 def may_change(target: torch._ops.OpOverload) -> bool:
-    """Whether autocast on the CPU has a kernel for an operator, or may have one for what the
-    operator calls.
+    """Return whether autocast on the CPU has a kernel for an operator, or may have one for
+    operators that it calls.
     """
-    what = policy(target, "cpu")
+    rule = policy(target, "cpu")
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(
         target.name(), "CompositeImplicitAutograd"
     )
-    return what != "inside" and (what is not None or composite)
+    return rule != "inside" and (rule is not None or composite)
 
 
 @tiers.ALL
@@ -139,7 +138,7 @@ def test_cpu_policy_equals_autocast() -> None:
         if not may_change(call.target) or name in BY_ARGUMENT or UNWRITTEN.search(name):
             continue
         for inputs in INPUTS:
-            # Made twice, since some operators write to their arguments.
+            # Two copies, since some operators write to their arguments.
             under, ours = (with_inputs(call, inputs, torch.bfloat16, copied) for _ in range(2))
             try:
                 with torch.autocast("cpu", torch.bfloat16):
@@ -148,14 +147,14 @@ def test_cpu_policy_equals_autocast() -> None:
                 continue  # Autocast itself cannot run these types.
             reached.add(name)
             try:
-                found = run_by_policy(ours, "cpu", torch.bfloat16)
+                actual = run_by_policy(ours, "cpu", torch.bfloat16)
             except (RuntimeError, NotImplementedError) as error:
                 wrong.add(f"{call.target} {inputs}: {error}")
                 continue
-            if len(found) != len(expected) or not all(map(same, found, expected)):
+            if len(actual) != len(expected) or not all(map(same, actual, expected)):
                 wrong.add(
                     f"{call.target} {inputs}: {[v.dtype for v in expected]}, by policy "
-                    f"{[v.dtype for v in found]}"
+                    f"{[v.dtype for v in actual]}"
                 )
     assert not wrong, "\n".join(sorted(wrong))
     declared = (
@@ -165,10 +164,10 @@ def test_cpu_policy_equals_autocast() -> None:
 
 
 def test_inside_policy_is_limited_to_unconvertible_operators() -> None:
-    """An operator is "inside" only if converting its arguments fails for some sample, whichever of
-    the ways is taken.
+    """An operator is "inside" only if each conversion of its arguments differs from autocast for
+    some sample.
     """
-    lower, ways = torch.bfloat16, ("lower", "fp32", None)
+    lower, modes = torch.bfloat16, ("lower", "fp32", None)
     cells = (
         Call(
             aten.lstm_cell.default,
@@ -181,24 +180,24 @@ def test_inside_policy_is_limited_to_unconvertible_operators() -> None:
         Call(aten.bilinear.default, (t(2, 3), t(2, 4), t(5, 3, 4), t(5)), {}),
         Call(aten.cov.default, (t(3, 5),), {}),
     )
-    left = {(call.target, way) for call in cells for way in ways}
+    left = {(call.target, mode) for call in cells for mode in modes}
     for call in cells:
         assert policy(call.target, "cpu") == "inside"
         with torch.autocast("cpu", lower):
             expected = run(call)
-        for way in ways:
-            to = {"lower": lower, "fp32": torch.float32, None: None}[way]
+        for mode in modes:
+            to = {"lower": lower, "fp32": torch.float32, None: None}[mode]
             args = tree_map(
                 lambda v, to=to: v.to(to) if to is not None and autocasts(v) else v, call.args
             )
             if not all(map(same, run(Call(call.target, args, {})), expected)):
-                left.discard((call.target, way))
+                left.discard((call.target, mode))
     assert not left
 
 
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Autocast for CUDA where there may be no CUDA: fake tensors carry its dispatch keys."""
+    """Enable autocast for CUDA, also without CUDA: fake tensors have its dispatch keys."""
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.float16)
     try:
@@ -209,7 +208,7 @@ def cuda_autocast() -> Iterator[None]:
 
 
 def cuda_calls() -> tuple[Call, ...]:
-    """One call an operator that CUDA's autocast changes."""
+    """Return one call of each operator that CUDA autocast changes."""
     first: dict[torch._ops.OpOverload, Call] = {}
     for call in (*calls(2), *EXTRA):
         if policy(call.target, "cuda") not in (None, "inside"):
@@ -230,9 +229,9 @@ def test_cuda_policy_gives_the_types_that_autocast_gives() -> None:
                 except (RuntimeError, NotImplementedError):
                     continue  # Banned by autocast, or in need of a device.
                 reached.add(call.target._schema.name)
-                found = [value.dtype for value in run_by_policy(made, "cuda", torch.float16)]
-            if found != expected:
-                wrong.add(f"{call.target} {inputs}: {expected}, by policy {found}")
+                actual = [value.dtype for value in run_by_policy(made, "cuda", torch.float16)]
+            if actual != expected:
+                wrong.add(f"{call.target} {inputs}: {expected}, by policy {actual}")
     assert not wrong, "\n".join(sorted(wrong))
     assert {
         "aten::linear",
@@ -252,9 +251,9 @@ def test_cuda_lists_equal_the_header() -> None:
         assert body is not None
         return {f"aten::{name}" for name in re.findall(r"_\((\w+)", body.group(1))}
 
-    # cuDNN's own convolutions are registered beside the list.
-    beside = {"aten::cudnn_convolution", "aten::cudnn_convolution_transpose"}
-    assert _LOWER["cuda"] - beside == listed("AT_FORALL_LOWER_PRECISION_FP")
+    # cuDNN's convolutions are registered separately.
+    unlisted = {"aten::cudnn_convolution", "aten::cudnn_convolution_transpose"}
+    assert _LOWER["cuda"] - unlisted == listed("AT_FORALL_LOWER_PRECISION_FP")
     assert _PROMOTE["cuda"] == listed("AT_FORALL_PROMOTE")
     for name in listed("AT_FORALL_FP32") | listed("AT_FORALL_FP32_SET_OPT_DTYPE"):
         packet = getattr(aten, name.removeprefix("aten::"))

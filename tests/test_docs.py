@@ -1,8 +1,8 @@
-"""Tests of the documentation: code, outputs, generated tables, links, and files of how-to pages.
+"""Documentation: code, outputs, generated tables, links, and the files that how-to pages change.
 
-`QSYNC_UPDATE_DOCS=1 pytest tests/test_docs.py` writes changed outputs and tables. Read the
-difference before you commit it. Outputs are those of a CPU with units for INT8 and BF16: on another
-one the code runs, but its outputs are neither written nor compared.
+`QSYNC_UPDATE_DOCS=1 pytest tests/test_docs.py` writes changed outputs and tables. Review the diff
+before you commit it. Outputs come from a CPU with INT8 and BF16 units. Other CPUs run the code, but
+neither write nor compare outputs.
 """
 
 from __future__ import annotations
@@ -109,14 +109,14 @@ def run(
         status = forks.run(script, arguments, forked.shell(environment), log, folder, forked)
     assert status == 0, f"{path.name} does not run:\n{log.read_text()}"
     if torch.__version__.partition("+")[0] == PINNED and computes_natively():
-        # Another torch may print the same graph differently.
+        # Other versions of torch may print the same graph differently.
         update_or_compare(
             path, pages.with_outputs(path.read_text(), json.loads(outputs.read_text()))
         )
 
 
 def computes_natively() -> bool:
-    """Return whether this CPU has units for INT8 and BF16, as the one of the printed outputs."""
+    """Return whether this CPU has INT8 and BF16 units, as the CPU of the printed outputs has."""
     cpu = torch.device("cpu")
     return all(support(cpu, FORMATS[name]).how == "native" for name in ("int8", "bf16"))
 
@@ -219,7 +219,6 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_links_to_code_are_called_like_the_file() -> None:
-    """The label of a link to a file has the name of the file."""
     source = r"[^\])#\s]+\.(?:py|cpp|h|cuh)"
     for path in PAGES.values():
         for label, target in re.findall(rf"\[({source})\]\(({source})\)", path.read_text()):
@@ -251,7 +250,7 @@ def test_targets_of_make_exist() -> None:
 )
 def test_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(name: str) -> str:
-        own = {
+        tables = {
             "options": options,
             "recipes": recipes,
             "formats": formats,
@@ -259,7 +258,7 @@ def test_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "verbs": verbs,
             "compatibility": compatibility.table,
         } | cuda_tables.TABLES
-        rows = {**own, **experiment_tables.TABLES, **communication_tables.TABLES}[name]()
+        rows = {**tables, **experiment_tables.TABLES, **communication_tables.TABLES}[name]()
         if UPDATE or name not in ("formats", "devices"):
             return rows
         # A new format changes one file only: a page may lack its row, but not have wrong rows.
@@ -353,13 +352,13 @@ def formats() -> str:
     def row(fmt: Precision) -> tuple[str, ...]:
         largest = f"{fmt.max:.8g}"
         kind = "integer" if fmt.kind == "integer" else f"float, {fmt.mantissa} bits of mantissa"
-        kept = str(fmt.dtype).removeprefix("torch.") + (" and a scale" if fmt.scaled else "")
+        stored = str(fmt.dtype).removeprefix("torch.") + (" and a scale" if fmt.scaled else "")
         return (
             f"`{fmt.name}`",
             str(fmt.bits),
             kind,
             largest,
-            kept,
+            stored,
             *map(str, (fmt.output, fmt.gradient, fmt.elsewhere)),
         )
 
@@ -389,7 +388,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
         for capability in [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]:
             with monkeypatch.context() as patch:
                 patch.setattr(
-                    torch.cuda, "get_device_capability", lambda device, found=capability: found
+                    torch.cuda, "get_device_capability", lambda device, result=capability: result
                 )
                 if support.__wrapped__(torch.device("cuda", 0), fmt).how == "native":
                     return (
@@ -405,8 +404,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
         return "none"
 
     def row(fmt: Precision) -> tuple[str, ...]:
-        found = list(dict.fromkeys(on_cpu(fmt, units) for units in (True, False)))
-        return f"`{fmt.name}`", "; or ".join(f"{s.how}: {s.reason}" for s in found), on_cuda(fmt)
+        result = list(dict.fromkeys(on_cpu(fmt, units) for units in (True, False)))
+        return f"`{fmt.name}`", "; or ".join(f"{s.how}: {s.reason}" for s in result), on_cuda(fmt)
 
     head = ("format", "on the CPU", "native on CUDA (compute capability)")
     return pages.markdown(head, map(row, FORMATS.values()))

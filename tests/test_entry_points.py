@@ -1,6 +1,4 @@
-"""Packages that offer passes and operators: real ones on sys.path, found by their metadata; broken
-ones are named.
-"""
+"""Packages with passes, operators and commands: valid ones work, broken ones are named."""
 
 from __future__ import annotations
 
@@ -190,7 +188,7 @@ def test_a_broken_pass_names_its_package(
     ],
 )
 def test_broken_rows_name_their_package(value: str, code: str, what: str, install: Install) -> None:
-    """The user did not ask for them: every package that is installed adds its rows."""
+    """All installed packages add their rows, without a request by the user."""
     install("qsync_fx.ops", value, code=code)
     with pytest.raises(QSyncError) as caught:
         torch.compile(nn.Linear(4, 4), backend="qsync")(torch.randn(2, 4))
@@ -341,13 +339,14 @@ def test_broken_command_names_its_package_and_does_not_affect_others(
 ) -> None:
     install("qsync_fx.commands", value, name="count", code=code)
     assert main(["count"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("qsync: the installed package quiet-package ")
-    assert what in told
+    message = capsys.readouterr().err
+    assert message.startswith("qsync: the installed package quiet-package ")
+    assert what in message
     assert (
-        f'where: entry point count = "quiet_package:{value}" in the group qsync_fx.commands' in told
+        f'where: entry point count = "quiet_package:{value}" in the group qsync_fx.commands'
+        in message
     )
-    assert "do:    upgrade or uninstall quiet-package" in told
+    assert "do:    upgrade or uninstall quiet-package" in message
     with pytest.raises(SystemExit) as left:
         main(["--help"])
     assert left.value.code == 0
@@ -366,9 +365,9 @@ def test_two_commands_of_equal_name(
     if name == "count":
         install("qsync_fx.commands", "counting", name=name, package="other-package", code=COMMAND)
     assert main([name, "one"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert told[0] == f"qsync: several commands have the name '{name}'"
-    assert where in told[1] and "the package quiet-package" in told[1]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"qsync: several commands have the name '{name}'"
+    assert where in lines[1] and "the package quiet-package" in lines[1]
     assert main(["kernels", "path"]) == 0
 
 

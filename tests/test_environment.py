@@ -1,4 +1,4 @@
-"""Values of environment variables: what each kind accepts, and errors that name the variable."""
+"""Environment variables: accepted values of each kind, and errors that name the variable."""
 
 from __future__ import annotations
 

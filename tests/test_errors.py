@@ -1,8 +1,7 @@
-"""Every error as the caller of the compiled model sees it: of our class, with what, where and what
-to do, and with nothing of torch in it.
+"""Errors as callers of a compiled model see them: project classes with what, where and do.
 
-Dynamo wraps what a backend raises, and writes into the arguments of what it lets through; neither
-may reach the user.
+Dynamo wraps backend errors, and changes the arguments of errors that it does not wrap. Neither may
+be visible to the user.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def _fresh() -> None:
 
 
 def error_of(model: nn.Module, *inputs: Any, **options: Any) -> QSyncError:
-    """The error that torch.compile or the first call raises, the same one a second time, and from
-    explain.
+    """Return the error of torch.compile or the first call; a repeated call and `explain` must raise
+    the same error.
     """
     with pytest.raises(QSyncError) as first:
         compiled(model, **options)(*inputs)

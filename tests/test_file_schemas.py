@@ -1,6 +1,6 @@
-"""JSON Schemas in docs/schemas describe the files that qsync_fx writes and reads.
+"""JSON Schemas in docs/schemas against the files that qsync_fx writes and reads.
 
-`QSYNC_UPDATE_DOCS=1 pytest tests/test_file_schemas.py` writes schemas that have changed.
+`QSYNC_UPDATE_DOCS=1 pytest tests/test_file_schemas.py` writes changed schemas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mistakes and spellings of new users: each is accepted, or an error that says what to do."""
+"""Mistakes and spellings of new users: each is accepted, or is an error with a remedy."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_a_tensor_is_not_a_list_of_batches(
 def test_one_format_is_a_list_of_formats(
     profile: qsync_fx.Profile, sensitivity: qsync_fx.Sensitivity
 ) -> None:
-    for one in ("BF16", torch.bfloat16):
-        assert [fmt.name for fmt in precisions(one)] == ["bf16"]
+    for spelling in ("BF16", torch.bfloat16):
+        assert [fmt.name for fmt in precisions(spelling)] == ["bf16"]
     assert sensitivity.precisions == ["int8"]
     result = qsync_fx.find_plan(profile, sensitivity=sensitivity, precisions="INT8", budget=None)
     assert set(result.plan().operators.values()) == {qsync_fx.FORMATS["int8"]}

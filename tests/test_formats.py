@@ -1,6 +1,4 @@
-"""Formats refer to formats: carrier, output, gradient and what runs elsewhere are rows of the
-table, also in what is copied.
-"""
+"""Format table: the formats that a row refers to are rows of the table, also in copies."""
 
 import copy
 import dataclasses
@@ -39,15 +37,15 @@ def test_a_copy_of_a_row_is_the_row(copied) -> None:  # type: ignore[no-untyped-
 )
 def test_a_row_that_no_table_has_is_equal_to_its_copy_alone(copied) -> None:  # type: ignore[no-untyped-def]
     int4 = dataclasses.replace(FORMATS["int8"], name="int4", bits=4, max=7.0)
-    found = copied(int4)
-    assert found == int4 and hash(found) == hash(int4) and found.gradient is FORMATS["bf16"]
+    result = copied(int4)
+    assert result == int4 and hash(result) == hash(int4) and result.gradient is FORMATS["bf16"]
     for other in (
         dataclasses.replace(int4, max=6.0),
         dataclasses.replace(int4, gradient=FORMATS["int8"]),
         dataclasses.replace(FORMATS["int8"], gradient=FORMATS["int8"]),
         FORMATS["int8"],
     ):
-        assert found != other
+        assert result != other
     assert dataclasses.replace(FORMATS["int8"], gradient=FORMATS["int8"]) != FORMATS["int8"]
 
 

@@ -1,6 +1,4 @@
-"""The package installs as people install it, from a folder with a space in its name: as a wheel,
-and editable.
-"""
+"""Installation as a wheel and in editable mode, from a folder with a space in its name."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ def run(*command: str, cwd: Path) -> str:
 
 
 def python(code: str, target: Path) -> str:
-    # Without `site` nothing of the environment's own installation of qsync_fx is in the way; torch
-    # is taken from there.
+    # Without `site`, the environment's installation of qsync_fx is not imported. Torch comes from
+    # SITE.
     before = f"import site, sys; sys.path.append({SITE!r}); site.addsitedir({str(target)!r}); "
     before += f"sys.path.insert(0, {str(target)!r}); "
     return run(sys.executable, "-S", "-c", before + code, cwd=target)
@@ -46,7 +44,7 @@ def python(code: str, target: Path) -> str:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a clone holds."""
+    """Return a copy of the files in a clone."""
     copy = tmp_path_factory.mktemp("install") / "a clone"
     unwanted = ignore_patterns("__pycache__", "*.so", ".*_cache", ".hypothesis")
     copy.mkdir()
@@ -73,8 +71,8 @@ def wheel(tree: Path) -> Path:
         ".",
         cwd=tree,
     )
-    (found,) = (tree / "out").glob("*.whl")
-    return found
+    (path,) = (tree / "out").glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +94,15 @@ def installed(wheel: Path) -> Path:
 
 
 def distribution(target: Path) -> Distribution:
-    (found,) = distributions(path=[str(target)])
-    return found
+    (result,) = distributions(path=[str(target)])
+    return result
 
 
 @tiers.ALL
 def test_wheel_contains_only_the_package(tree: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {
-        "qsync.py",  # the name of a log; see there
+        "qsync.py",  # the name of a torch log
         "qsync_fx",
         f"qsync_fx-{qsync_fx.__version__}.dist-info",
     }
@@ -204,7 +202,7 @@ print(qsync_fx.__file__, _C.__file__, sep="\\n")
 def test_the_repaired_wheel_trains_in_a_fresh_environment_without_a_compiler(
     wheel: Path, tmp_path: Path
 ) -> None:
-    """As `make wheel` makes it; torch is that of the tests, by a .pth file."""
+    """Repaired as by `make wheel`; a .pth file adds the torch of the tests."""
     pytest.importorskip("auditwheel")
     tools = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
@@ -241,7 +239,7 @@ def test_the_repaired_wheel_trains_in_a_fresh_environment_without_a_compiler(
 def test_the_wheel_compiles_cuda_kernels(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The headers come along, and spaces in their path and that of the cache do not matter."""
+    """The wheel contains the headers. Paths of headers and of the cache may contain spaces."""
     try:
         toolchain()
     except ToolchainError as error:
@@ -264,8 +262,8 @@ def test_the_wheel_compiles_cuda_kernels(
 
 @tiers.EVERY
 def test_editable_install_finds_new_files(tree: Path, wheel: Path) -> None:
-    # The hook that `pip install -e` calls; what pip does beyond it is to unpack the result. After
-    # `wheel`, whose build it shares.
+    # `pip install -e` calls this hook and unpacks its result. The fixture `wheel` runs first, since
+    # both share a build.
     target = tree.parent / "editable place"
     build = (
         "import sys; from scikit_build_core.build import build_editable; "
@@ -309,7 +307,7 @@ def test_import_is_light() -> None:
 
 
 def test_the_demo_needs_no_tools_of_development() -> None:
-    """`make -n` lists the commands of a set-up after a change of pyproject.toml."""
+    """`make -n` lists the commands of a setup after a change of pyproject.toml."""
     demo, full = (
         run("make", "-n", "-W", "pyproject.toml", target, cwd=ROOT) for target in ("demo", "setup")
     )

@@ -1,7 +1,7 @@
-"""Names of variables, classes, files and folders follow the naming rules of the project.
+"""Naming rules of the project, for variables, classes, files and folders.
 
-A name is a noun or a verb that says what the value, the class or the file is. Words such as
-`found`, `kept` or `at` say nothing about their content, so the lists below keep them out.
+A name is a noun or a verb for the value, the class or the file. The lists below exclude words
+without information, such as `found`, `kept` or `at`.
 """
 
 from __future__ import annotations
@@ -34,29 +34,23 @@ NO_CLASSES_OR_FILES = frozenset(
     "unfit unasked "
     "undisturbed untouched moves idle chance lean".split()
 )
-"""Participles and gerunds that are no terms of the field, as a word of the name of a class or a
-file.
-"""
+"""Participles and gerunds that are no terms of the field, in names of classes and files."""
 
 CLASSES = frozenset({"PlannedCast"})
-"""Exceptions: `planned` and `saving` have a noun behind them that says what the class is."""
+"""Exceptions: classes with a participle before a noun that names the thing."""
 
 MOST_FIELDS = {"product": 80, "benchmarks": 0}
 """Fields of classes and module variables that still have such a name. Lower it; never raise it.
 
-Many of them are keys of files.
+Many of the fields are keys of files.
 """
 
 MOST_FILES, MOST_FOLDERS, DEEPEST = 320, 45, 3
-"""A codec, an objective or a verb is a file of its own (docs/howto-*.md), so there is room for a
-few.
-"""
+"""The limits leave room for plug-ins: each codec, objective or verb is a file (docs/howto-*.md)."""
 
 
 def _bindings(tree: ast.AST, inside: str = "module") -> Iterator[tuple[ast.AST, str, str]]:
-    """Yields every name that is bound, with the kind of scope that binds it: module, class or
-    function.
-    """
+    """Yield node and name of each binding, with the scope: module, class or function."""
     for node in ast.iter_child_nodes(tree):
         scope = inside
         if isinstance(node, ast.ClassDef):

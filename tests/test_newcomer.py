@@ -1,4 +1,4 @@
-"""What a newcomer runs: clone, `make demo`, `make test`. Takes a quarter of an hour."""
+"""First steps of a newcomer, in a quarter of an hour: clone, `make demo`, `make test`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_a_clone_runs_the_demo_and_the_tests(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-    # Nothing of this run of pytest or of its virtual environment is visible to the clone.
+    # The clone must not depend on this pytest run or on its virtual environment.
     ours = ("PYTEST", "VIRTUAL_ENV", "QSYNC", "PYTHONPATH", "TORCHINDUCTOR", "MAKE", "MFLAGS")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 

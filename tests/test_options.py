@@ -1,4 +1,4 @@
-"""Options of the backend: what is not understood raises, and says what was probably meant."""
+"""Backend options: unknown options and values are errors that suggest the nearest valid one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What is shown of something that takes minutes: lines in a log, at most one in 15 seconds, and a
-bar on a terminal.
-"""
+"""Progress of long work: log lines at most every 15 seconds, and a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from qsync_fx.formatting import roughly
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock whose time is what the list holds."""
+    """Return a list with the time of the clock in seconds."""
     now = [100.0]
     monkeypatch.setattr(shown.time, "monotonic", lambda: now[0])
     return now
@@ -39,9 +37,9 @@ def test_a_log_has_a_line_now_and_then(
             advance(part, left)
         clock[0] += 20
         advance("[bold]f")
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.splitlines() == [
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
         "qsync: measuring: 2 of 6 after 20 s (b), about 40 s left",
         "qsync: measuring: 5 of 6 after 35 s (e), about 3 s left",
         "qsync: measuring: 6 of 6 after 55 s ([bold]f)",
@@ -71,17 +69,17 @@ with progress("measuring [m]", 3) as advance:
     environment = dict(os.environ) | {"TERM": "xterm", "COLUMNS": "150"}
     with subprocess.Popen([sys.executable, "-c", code], stderr=theirs, env=environment) as process:
         os.close(theirs)
-        said = b""
-        # A pseudo-terminal whose other end is closed ends with an error.
+        output = b""
+        # Reading a pseudo-terminal whose other end is closed raises an error.
         with contextlib.suppress(OSError):
             while part := os.read(ours, 4096):
-                said += part
+                output += part
     os.close(ours)
     assert process.returncode == 0
     assert (
-        b"measuring [m]" in said
-        and b"compiled [b], about 1.5 minutes left" in said
-        and b"2/3" in said
+        b"measuring [m]" in output
+        and b"compiled [b], about 1.5 minutes left" in output
+        and b"2/3" in output
     )
 
 
@@ -111,7 +109,7 @@ def test_remaining_seconds_are_rounded(seconds: float, words: str) -> None:
     ids=["quick", "long", "bar"],
 )
 def test_long_work_without_a_bar_is_named_on_a_terminal(work: str, shown_lines: list[str]) -> None:
-    """The code waits for the line itself, so that a slow machine only needs longer."""
+    """The code waits for the line, so a slow machine only delays the test."""
     code = f"""
 import builtins, threading
 import qsync_fx.progress as module

@@ -1,4 +1,4 @@
-"""Prose of code, messages and pages is plain English.
+"""Plain English in the prose of code, messages and pages.
 
 The patterns below are symptoms of sentences that hide their subject or invent a term. Each has a
 limit in occurrences per 10,000 words. Rewrite a sentence for its meaning, not word by word.
@@ -133,10 +133,12 @@ def problems(places: Iterable[Place]) -> list[str]:
     result = []
     for pattern in PATTERNS:
         expression = re.compile(rf"\b(?:{pattern.words})\b", re.IGNORECASE)
-        found = [(where, match[0]) for where, text in lines for match in expression.finditer(text)]
-        rate = 1e4 * len(found) / max(words, 1)
+        matches = [
+            (where, match[0]) for where, text in lines for match in expression.finditer(text)
+        ]
+        rate = 1e4 * len(matches) / max(words, 1)
         if rate > pattern.limit:
-            examples = "".join(f"\n  {where}: {words}" for where, words in found[-20:])
+            examples = "".join(f"\n  {where}: {words}" for where, words in matches[-20:])
             result.append(
                 f"{rate:.1f} per 10,000 words, limit {pattern.limit:g}; "
                 f"write: {pattern.instead}{examples}"
@@ -168,7 +170,7 @@ def _code(name: str) -> Iterator[Place]:
 
 @pytest.mark.parametrize("name", CODE)
 def test_docstrings_and_comments_are_plain(name: str) -> None:
-    assert not (found := problems(_code(name))), "\n".join(found)
+    assert not (messages := problems(_code(name))), "\n".join(messages)
 
 
 def test_errors_and_help_are_plain() -> None:
@@ -177,13 +179,13 @@ def test_errors_and_help_are_plain() -> None:
         for path in python_files((*PRODUCT, *BENCHMARKS))
         for place in texts(path.read_text(), _relative(path))
     ]
-    assert not (found := problems(places)), "\n".join(found)
+    assert not (messages := problems(places)), "\n".join(messages)
 
 
 def test_pages_are_plain() -> None:
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     places = [place for path in paths for place in page(path.read_text(), _relative(path))]
-    assert not (found := problems(places)), "\n".join(found)
+    assert not (messages := problems(places)), "\n".join(messages)
 
 
 @pytest.mark.parametrize("name", CONDITIONAL_EXPRESSIONS)
@@ -205,8 +207,8 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_dialect_is_reported(name: str) -> None:
     read, source, where = PLANTED[name]
-    found = problems(read(source, "a.py"))
-    assert [text.splitlines()[-1] for text in found] == [
+    messages = problems(read(source, "a.py"))
+    assert [text.splitlines()[-1] for text in messages] == [
         f"  {where}: {words}" for words in ("what it", "beside", "lies")
     ]
 

@@ -1,4 +1,4 @@
-"""The documentation site builds without warnings: no broken link, no page outside the menu."""
+"""Documentation site: it builds without warnings, and its menu contains all pages."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def test_page_of_benchmarks_counts_cases_that_miss_their_goal() -> None:
 
 
 def texts(svg: str) -> list[str]:
-    """Return the texts of a picture; other parts depend on the version of matplotlib."""
+    """Return the texts of an SVG image; other parts depend on the version of matplotlib."""
     return re.findall(r"<text[^>]*>([^<]+)</text>", svg)

@@ -1,6 +1,4 @@
-"""What codecs add to the variance of gradients, and what `find_plan` makes of them: a plan that
-says them, and notes where they matter.
-"""
+"""Codecs in `find_plan`: the variance that they add, the codecs of the plan, and its notes."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from tests.support.planning.predicted_models import graph_of
 
 
 class Known:
-    """What stands in for a profile."""
+    """Profile substitute with random times."""
 
     optimizer_memory = ADAM
 
@@ -49,9 +47,9 @@ class Known:
 
 
 def known(share: float = 1e-3) -> Known:
-    found = drawn_sensitivity(graph_of("mlp"))
+    sensitivity = drawn_sensitivity(graph_of("mlp"))
     gradients = {p.path: {"qsgd8": share, "qsgd4": 20 * share} for p in graph_of("mlp").parameters}
-    return Known(replace(found, gradients=gradients))
+    return Known(replace(sensitivity, gradients=gradients))
 
 
 def fleet(bandwidth: float, count: int = 4) -> Cluster:
@@ -132,9 +130,9 @@ def test_codecs_apply_to_the_traffic_between_nodes(
     tmp_path: Path,
 ) -> None:
     nodes = replace(fleet(1e4, 8), devices={"all": ClusterDevice(8, node=Node(4, 1e12))})
-    wishes = {"objective": "fastest", "budget": 1e3, "codecs": ("qsgd8",)}
+    request = {"objective": "fastest", "budget": 1e3, "codecs": ("qsgd8",)}
     answer, flat = (
-        qsync_fx.find_plan(known(), cluster, **wishes) for cluster in (nodes, fleet(1e4, 2))
+        qsync_fx.find_plan(known(), cluster, **request) for cluster in (nodes, fleet(1e4, 2))
     )  # type: ignore[arg-type]
     assert answer.codecs == flat.codecs
     assert answer.evaluation.coding == pytest.approx(flat.evaluation.coding), (
@@ -153,11 +151,12 @@ def test_codecs_apply_to_the_traffic_between_nodes(
         answer.evaluation.seconds
     )
     single = replace(nodes, devices={"all": ClusterDevice(4, node=Node(4, 1e12))})
-    one = qsync_fx.find_plan(known(), single, **wishes)  # type: ignore[arg-type]
-    assert not one.codecs
-    assert {note.kind for note in one.notes} & {PlanNoteKind.ONE_NODE, PlanNoteKind.WAITS} == {
-        PlanNoteKind.ONE_NODE
-    }
+    on_one_node = qsync_fx.find_plan(known(), single, **request)  # type: ignore[arg-type]
+    assert not on_one_node.codecs
+    assert {note.kind for note in on_one_node.notes} & {
+        PlanNoteKind.ONE_NODE,
+        PlanNoteKind.WAITS,
+    } == {PlanNoteKind.ONE_NODE}
 
 
 def test_slow_links_inside_nodes_select_codecs_of_two_levels(tmp_path: Path) -> None:
@@ -197,7 +196,7 @@ def test_invalid_codecs_inside_nodes_are_reported() -> None:
 
 
 def test_nodes_shared_by_classes_suppress_single_class_notes() -> None:
-    """Three ranks of a class and one of another make two nodes, and three alone do not."""
+    """Three ranks of one class and one of the other fill two nodes; three alone do not."""
     table, node = [(1e3, 1e-3), (1e6, 1.0)], Node(2)
     groups: tuple[RankGroup, ...] = ("inside", "between")
     exchanges = [Exchange("point_to_point", group, 2, table) for group in groups]
@@ -233,57 +232,57 @@ def test_missing_codec_inputs_are_reported() -> None:
 
 
 def sent(codec: str, values: Tensor, seed: int, stream: int) -> Tensor:
-    one = codec_named(codec)
-    wire, found = (
-        torch.empty(one.nbytes(values.numel()), dtype=torch.uint8),
+    spec = codec_named(codec)
+    wire, decoded = (
+        torch.empty(spec.nbytes(values.numel()), dtype=torch.uint8),
         torch.empty_like(values),
     )
-    one.encode(values, wire, Draw(seed, stream))
-    one.decode(wire, found)
-    return found
+    spec.encode(values, wire, Draw(seed, stream))
+    spec.decode(wire, decoded)
+    return decoded
 
 
 @pytest.mark.parametrize("codec", ["qsgd8", "qsgd4"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_variance_of_the_mean_equals_the_added_variance(codec: str, ranks: int) -> None:
-    """Ranks with the same gradient, of which the mean is as large. It lies on or between the points
-    that it is coded to again, so that this adds a little less than coding a gradient does.
+    """All ranks have the same gradient, so the mean is as large. The mean is at or between code
+    points, so coding it again adds slightly less variance than coding a gradient.
     """
     parameter = graph_of("mlp").parameters[0]
-    own = torch.randn(parameter.numel, generator=torch.Generator().manual_seed(0))
+    gradient = torch.randn(parameter.numel, generator=torch.Generator().manual_seed(0))
     gradients = {p.path: {codec: 0.0} for p in graph_of("mlp").parameters}
-    gradients[parameter.path] = of_gradients({parameter.path: own})[parameter.path]
-    given = Known(replace(drawn_sensitivity(graph_of("mlp")), gradients=gradients))
+    gradients[parameter.path] = of_gradients({parameter.path: gradient})[parameter.path]
+    profile = Known(replace(drawn_sensitivity(graph_of("mlp")), gradients=gradients))
     answer = qsync_fx.find_plan(
-        given, fleet(1e3, ranks), objective="fastest", budget=1e6, codecs=(codec,)
+        profile, fleet(1e3, ranks), objective="fastest", budget=1e6, codecs=(codec,)
     )
-    judge = PlanEvaluator(answer.problem, answer.plans)
+    evaluator = PlanEvaluator(answer.problem, answer.plans)
     errors = []
     for seed in range(300):
-        mean = torch.stack([sent(codec, own, seed, rank) for rank in range(ranks)]).mean(0)
+        mean = torch.stack([sent(codec, gradient, seed, rank) for rank in range(ranks)]).mean(0)
         errors.append(
             float(
-                ((sent(codec, mean, seed, ranks) if ranks > 2 else mean) - own)
+                ((sent(codec, mean, seed, ranks) if ranks > 2 else mean) - gradient)
                 .double()
                 .square()
                 .sum()
             )
         )
-    found = judge.options.added((codec,) * len(judge.buckets))
+    added = evaluator.options.added((codec,) * len(evaluator.buckets))
     measured = sum(errors) / len(errors)
-    assert (1.0 if ranks == 2 else 0.8) * found == pytest.approx(measured, rel=0.1)
+    assert (1.0 if ranks == 2 else 0.8) * added == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_variance_of_two_levels_covers_both_roundings(nodes: int) -> None:
-    """Ranks with the same gradient, by the definition: inside, between and inside nodes again.
+    """All ranks have the same gradient. It is coded inside, between and inside nodes again.
 
-    As above, coding a coded mean again adds less than coding a gradient does.
+    As above, coding a coded mean adds less variance than coding a gradient.
     """
     parameter, size = graph_of("mlp").parameters[0], 2
-    own = torch.randn(parameter.numel, generator=torch.Generator().manual_seed(0))
+    gradient = torch.randn(parameter.numel, generator=torch.Generator().manual_seed(0))
     gradients = {p.path: {"qsgd4": 0.0, "qsgd2": 0.0} for p in graph_of("mlp").parameters}
-    gradients[parameter.path] = of_gradients({parameter.path: own})[parameter.path]
+    gradients[parameter.path] = of_gradients({parameter.path: gradient})[parameter.path]
     profile = Known(replace(drawn_sensitivity(graph_of("mlp")), gradients=gradients))
     cluster = Cluster({"all": ClusterDevice(nodes * size, node=Node(size, 1e3))}, Network(1e3))
     answer = qsync_fx.find_plan(
@@ -297,7 +296,7 @@ def test_variance_of_two_levels_covers_both_roundings(nodes: int) -> None:
     options, errors = PlanEvaluator(answer.problem, answer.plans).options, []
     for seed in range(300):
         means = [
-            torch.stack([sent("qsgd2", own, seed, size * node + rank) for rank in range(size)])
+            torch.stack([sent("qsgd2", gradient, seed, size * node + rank) for rank in range(size)])
             for node in range(nodes)
         ]
         values = [sent("qsgd4", mean.mean(0), seed, 10 + node) for node, mean in enumerate(means)]
@@ -305,13 +304,13 @@ def test_variance_of_two_levels_covers_both_roundings(nodes: int) -> None:
         if nodes > 2:
             result = sent("qsgd4", result, seed, 20)
         result = sent("qsgd2", result, seed, 21)
-        errors.append(float((result - own).double().square().sum()))
+        errors.append(float((result - gradient).double().square().sum()))
     both, between = (
         options.added((codec,) * len(options.coded)) for codec in ("qsgd4/qsgd2", "qsgd4")
     )
-    by = gradients[parameter.path]
-    assert between == pytest.approx(by["qsgd4"] * (1 / nodes + (nodes > 2)))
-    assert both - between == pytest.approx(by["qsgd2"] * (1 / (nodes * size) + 1))
+    variances = gradients[parameter.path]
+    assert between == pytest.approx(variances["qsgd4"] * (1 / nodes + (nodes > 2)))
+    assert both - between == pytest.approx(variances["qsgd2"] * (1 / (nodes * size) + 1))
     assert sum(errors) / len(errors) == pytest.approx(both, rel=0.35)
 
 
@@ -321,25 +320,27 @@ def test_sensitivity_contains_codec_variance_by_gradient() -> None:
     batches = [torch.randn(16, 40)]
 
     def step(model: nn.Module, batch: Tensor) -> Tensor:
-        found: Tensor = model(batch).square().mean()
-        return found
+        result: Tensor = model(batch).square().mean()
+        return result
 
-    found = qsync_fx.sensitivity(model, step, batches, precisions=("bf16",), steps=1, fraction=1.0)
+    result = qsync_fx.sensitivity(model, step, batches, precisions=("bf16",), steps=1, fraction=1.0)
     step(model, batches[0]).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        by = found.gradients[name]
-        assert by["qsgd2"] > by["qsgd4"] > by["qsgd8"] > by["qsgd16"] > 0
+        variances = result.gradients[name]
+        assert (
+            variances["qsgd2"] > variances["qsgd4"] > variances["qsgd8"] > variances["qsgd16"] > 0
+        )
         flat = parameter.grad.flatten()
         errors = [
             float((sent("qsgd4", flat, seed, 0) - flat).double().square().sum())
             for seed in range(400)
         ]
-        assert by["qsgd4"] == pytest.approx(sum(errors) / len(errors), rel=0.1)
-        assert by["bf16"] == pytest.approx(
+        assert variances["qsgd4"] == pytest.approx(sum(errors) / len(errors), rel=0.1)
+        assert variances["bf16"] == pytest.approx(
             float((flat.bfloat16().float() - flat).double().square().sum()), rel=1e-3
         )
-    assert SENSITIVITY.decode(found.to_json()) == found
+    assert SENSITIVITY.decode(result.to_json()) == result
 
 
 def test_codec_variance_requires_no_extra_step() -> None:
@@ -347,18 +348,18 @@ def test_codec_variance_requires_no_extra_step() -> None:
 
     def step(model: nn.Module, batch: Tensor) -> Tensor:
         calls.append(batch)
-        found: Tensor = model(batch).square().mean()
-        return found
+        result: Tensor = model(batch).square().mean()
+        return result
 
     model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 5))
-    found = qsync_fx.sensitivity(model, step, [torch.randn(16, 40)], "paper", ("bf16",), steps=1)
-    assert found.gradients.keys() == dict(model.named_parameters()).keys()
+    result = qsync_fx.sensitivity(model, step, [torch.randn(16, 40)], "paper", ("bf16",), steps=1)
+    assert result.gradients.keys() == dict(model.named_parameters()).keys()
     assert len(calls) == 2, "the pass that made the graphs, and that of the method"
 
 
 def test_stretches_of_a_large_gradient_stand_for_all_of_it() -> None:
     values = torch.randn(3_000_000, generator=torch.Generator().manual_seed(1))
-    found = of_gradients({"w": values})["w"]
+    variances = of_gradients({"w": values})["w"]
     for codec in ("qsgd8", "1bit*"):
-        assert found[codec] == pytest.approx(codec_named(codec).variance(values), rel=0.03)
+        assert variances[codec] == pytest.approx(codec_named(codec).variance(values), rel=0.03)
     assert of_gradients({"w": torch.tensor([1.0, float("nan")])}) == {}

@@ -1,5 +1,5 @@
-"""`find_plan`: from profiles, their files and the catalog to plans, for each objective, and errors
-that name what is missing.
+"""`find_plan`: plans for each objective from profiles, profile files and the catalog, and its
+errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.planning.predicted_models import graph_of
 
 
 class Known:
-    """What stands in for a profile."""
+    """Profile substitute with random times."""
 
     optimizer_memory: OptimizerMemory | None = ADAM
 
@@ -54,10 +54,10 @@ FLEET = Cluster(
 
 
 def kinds(answer: PlanResult) -> dict[PlanNoteKind, list[PlanNote]]:
-    found: dict[PlanNoteKind, list[PlanNote]] = {}
+    notes: dict[PlanNoteKind, list[PlanNote]] = {}
     for note in answer.notes:
-        found.setdefault(note.kind, []).append(note)
-    return found
+        notes.setdefault(note.kind, []).append(note)
+    return notes
 
 
 def test_hybrid_preserves_the_fastest_class_and_the_low_precision_step() -> None:
@@ -69,7 +69,7 @@ def test_hybrid_preserves_the_fastest_class_and_the_low_precision_step() -> None
     assert answer.evaluation.variance <= lowest.variance
     assert answer.gap is not None
     assert answer.gap < 1e-3
-    # The same with other limits: the seconds of a uniform plan, and seconds themselves.
+    # Other limits: the step time of a uniform plan, and a number of seconds.
     bf16 = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET, target="bf16")
     assert (
         bf16.problem.seconds
@@ -102,18 +102,18 @@ def test_recovery_is_open_on_all_classes() -> None:
 
 
 def test_memory_is_a_limit() -> None:
-    known = replace(reckoned("t4"), sensitivity=drawn_sensitivity(reckoned("t4").graph))
-    free = qsync_fx.find_plan(known, target=1.0)
+    profile = replace(reckoned("t4"), sensitivity=drawn_sensitivity(reckoned("t4").graph))
+    free = qsync_fx.find_plan(profile, target=1.0)
     peak = free.evaluation.classes["t4"].peak_bytes
     assert peak
-    tight = qsync_fx.find_plan(known, target=1.0, memory={"t4": peak * 0.9})
+    tight = qsync_fx.find_plan(profile, target=1.0, memory={"t4": peak * 0.9})
     assert (tight.evaluation.classes["t4"].peak_bytes or 0) <= peak * 0.9
     assert tight.evaluation.variance > free.evaluation.variance
     percent = qsync_fx.find_plan(
-        known, Cluster({"t4": ClusterDevice(memory=2.0 * peak)}), target=1.0, memory="50%"
+        profile, Cluster({"t4": ClusterDevice(memory=2.0 * peak)}), target=1.0, memory="50%"
     )
     assert percent.problem.classes["t4"].memory == peak
-    shared = qsync_fx.find_plan(known, Cluster({"t4": ClusterDevice(memory="30%")}), target=1.0)
+    shared = qsync_fx.find_plan(profile, Cluster({"t4": ClusterDevice(memory="30%")}), target=1.0)
     assert shared.problem.classes["t4"].memory == pytest.approx(
         0.3 * qsync_fx.devices.get("t4").memory.bytes
     )
@@ -121,12 +121,12 @@ def test_memory_is_a_limit() -> None:
         qsync_fx.find_plan(MLP, target=1.0, memory="1.5 GiB").problem.classes["cpu"].memory
         == 1.5 * 2**30
     )
-    for memory, what in (
+    for memory, message in (
         ("all", "is no memory"),
         ("30%", "is not known"),
         ({"gpu": 1}, "no devices 'gpu'"),
     ):
-        with pytest.raises(PlanError, match=what):
+        with pytest.raises(PlanError, match=message):
             qsync_fx.find_plan(MLP, memory=memory)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"takes .* MB at least, .* MB more than allowed"):
         qsync_fx.find_plan(MLP, memory=100)
@@ -135,8 +135,8 @@ def test_memory_is_a_limit() -> None:
 def test_plans_are_saved_for_one_device_and_for_a_cluster(tmp_path: Path) -> None:
     both = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET)
     both.save(tmp_path / "cluster.json")
-    found = ClusterPlan.load(tmp_path / "cluster.json")
-    assert {name: found.classes[name] for name in found.classes} == both.to_plans()
+    loaded = ClusterPlan.load(tmp_path / "cluster.json")
+    assert {name: loaded.classes[name] for name in loaded.classes} == both.to_plans()
     alone = qsync_fx.find_plan(MLP)
     alone.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == alone.plan()
@@ -145,9 +145,7 @@ def test_plans_are_saved_for_one_device_and_for_a_cluster(tmp_path: Path) -> Non
 
 
 def test_result_is_accepted_as_a_plan() -> None:
-    """As find_plan returns it: replayed, put in force, measured, and followed by a hook of
-    gradients.
-    """
+    """The result of `find_plan` works in replay, `switch_plan`, gradient hooks and `measure`."""
     alone = qsync_fx.find_plan(MLP, objective="fastest", budget="bf16")
     assert qsync_fx.replay(alone, MLP).seconds == qsync_fx.replay(alone.plan(), MLP).seconds
     fleet = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET)
@@ -156,12 +154,12 @@ def test_result_is_accepted_as_a_plan() -> None:
         fleet.evaluation.seconds
     )
     compiled = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="qsync")
-    given = qsync_fx.find_plan(
+    planned = qsync_fx.find_plan(
         Known("broken", 0, drawn_sensitivity(graph_of("broken"))),
         objective="fastest",
         budget="bf16",
     )
-    assert qsync_fx.switch_plan(compiled, given) is compiled
+    assert qsync_fx.switch_plan(compiled, planned) is compiled
     assert asked_of(fleet, None, None, False, None, None, False).way == fleet.codecs
     with pytest.raises(PlanError, match="is not a plan for one device"):
         qsync_fx.measure(
@@ -203,9 +201,14 @@ def test_operators_stay_wide_without_a_faster_format() -> None:
 def test_missing_input_is_named() -> None:
     with pytest.raises(ProfileError, match="no profile contains how much"):
         qsync_fx.find_plan(OTHER)
-    given = drawn_sensitivity(graph_of("mlp"))
-    assert qsync_fx.find_plan(OTHER, sensitivity=given).plans
-    poor = replace(given, variance={op: {"int8": by["int8"]} for op, by in given.variance.items()})
+    sensitivity = drawn_sensitivity(graph_of("mlp"))
+    assert qsync_fx.find_plan(OTHER, sensitivity=sensitivity).plans
+    poor = replace(
+        sensitivity,
+        variance={
+            op: {"int8": variances["int8"]} for op, variances in sensitivity.variance.items()
+        },
+    )
     answer = qsync_fx.find_plan(OTHER, sensitivity=poor)
     assert [note.formats for note in kinds(answer)[PlanNoteKind.LEFT_OUT]] == [("bf16",)]
     with pytest.raises(ProfileError, match=r"sensitivity of .* in 'bf16' is unknown"):
@@ -238,35 +241,35 @@ def test_ignored_arguments_are_rejected(wishes: dict[str, Any], where: str) -> N
 
 
 def test_formats_are_limited_to_supporting_devices() -> None:
-    known = {
+    profiles = {
         name: replace(reckoned(name), sensitivity=drawn_sensitivity(reckoned(name).graph))
         for name in ("v100", "t4")
     }
     fleet = Cluster({"v100": ClusterDevice(), "t4": ClusterDevice()}, Network(1e9))
-    answer = qsync_fx.find_plan(known, fleet, precisions=["fp32", "fp16", "int8"])
+    answer = qsync_fx.find_plan(profiles, fleet, precisions=["fp32", "fp16", "int8"])
     assert answer.problem.classes["v100"].formats == ("fp32", "fp16")
     assert answer.problem.classes["t4"].formats == ("fp32", "fp16", "int8")
     assert [(note.device, note.formats) for note in kinds(answer)[PlanNoteKind.HAS_NOT]] == [
         ("v100", ("int8",))
     ]
     with pytest.raises(PlanError, match="'fp8' is not supported by v100, t4"):
-        qsync_fx.find_plan(known, fleet, precisions=["fp32", "fp8"])
+        qsync_fx.find_plan(profiles, fleet, precisions=["fp32", "fp8"])
     with pytest.raises(PlanError, match="'v100' has none of the allowed formats"):
-        qsync_fx.find_plan(known, fleet, precisions=["int8"])
+        qsync_fx.find_plan(profiles, fleet, precisions=["int8"])
 
 
 def test_a_plan_beyond_its_memory_is_no_answer() -> None:
-    known = replace(reckoned("t4"), sensitivity=drawn_sensitivity(reckoned("t4").graph))
+    profile = replace(reckoned("t4"), sensitivity=drawn_sensitivity(reckoned("t4").graph))
     with pytest.raises(
         PlanError,
         match=r"no plan was found within the limits; the nearest has .* more than allowed",
     ):
-        qsync_fx.find_plan(known, target=1.0, memory=1000, allocator="uniform")
+        qsync_fx.find_plan(profile, target=1.0, memory=1000, allocator="uniform")
 
 
 def test_notes_have_units() -> None:
-    known = replace(reckoned("t4"), sensitivity=drawn_sensitivity(reckoned("t4").graph))
-    answer = qsync_fx.find_plan(known, target="fp16")
+    profile = replace(reckoned("t4"), sensitivity=drawn_sensitivity(reckoned("t4").graph))
+    answer = qsync_fx.find_plan(profile, target="fp16")
     (bound,) = kinds(answer)[PlanNoteKind.BINDS]
     step, limit = (duration(bound.numbers[name]) for name in ("seconds", "limit"))
     assert f"the step time limits the plan: {step} of {limit} allowed" in str(answer)
@@ -279,9 +282,9 @@ def test_notes_have_units() -> None:
 def test_blocks_are_tied() -> None:
     bert = Known("bert2", 0, drawn_sensitivity(graph_of("bert2")))
     answer = qsync_fx.find_plan(bert, tie_blocks=True)
-    (asked,) = answer.plans.values()
+    (formats,) = answer.plans.values()
     layers = [
-        {op.split(".layer.")[1][1:]: fmt for op, fmt in asked.items() if f".layer.{n}." in op}
+        {op.split(".layer.")[1][1:]: fmt for op, fmt in formats.items() if f".layer.{n}." in op}
         for n in (0, 1)
     ]
     assert layers[0] == layers[1]

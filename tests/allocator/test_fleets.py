@@ -1,4 +1,4 @@
-"""Fleets as the paper has them, of the catalog: 16 V100 in FP32 with 16 T4, and 2,048 of each."""
+"""Fleets of QSync with catalog devices: 16 V100 in FP32 and 16 T4, and 2,048 of each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.planning.catalog_fleets import of_catalog, symbolic
 
 
 def of_paper(name: str, count: int, room: float | None = None) -> Problem:
-    """Returns the problem of a fleet; T4 may take so much of what there is between a step in INT8
-    and in FP32.
+    """Return the problem of a fleet. `room` is the T4 memory limit, as a share of the range between
+    the INT8 and FP32 peaks.
     """
     problem = of_catalog(name, batch=128, count=count)
     if room is not None:
@@ -35,7 +35,7 @@ def all_of(problem: Problem, name: str) -> dict[str, PlanResult]:
         lambda device, batch: resized(problem.classes[device], symbolic(name, device), batch)
     )
     allocators = (MilpAllocator(), PrecisionRecovery(), Uniform("int8"), batches, Uniform("fp32"))
-    return {one.name: one.allocate(problem) for one in allocators}
+    return {allocator.name: allocator.allocate(problem) for allocator in allocators}
 
 
 @pytest.mark.parametrize("count", [16, 2048])
@@ -51,16 +51,16 @@ def all_of(problem: Problem, name: str) -> dict[str, PlanResult]:
     ],
 )
 def test_throughput_order_equals_the_paper(name: str, room: float | None, count: int) -> None:
-    found = all_of(of_paper(name, count, room), name)
-    seconds = {allocator: answer.evaluation.seconds for allocator, answer in found.items()}
+    answers = all_of(of_paper(name, count, room), name)
+    seconds = {allocator: answer.evaluation.seconds for allocator, answer in answers.items()}
     for ours in ("milp", "paper"):
-        assert found[ours].fits
+        assert answers[ours].fits
         assert seconds[ours] <= seconds["uniform-int8"] * (1 + 1e-9)
-        assert found[ours].evaluation.variance < found["uniform-int8"].evaluation.variance
+        assert answers[ours].evaluation.variance < answers["uniform-int8"].evaluation.variance
     assert seconds["dynamic-batches"] < seconds["uniform-fp32"]
-    # Where T4 in low precision are no slower than V100 in FP32, nothing is won by smaller batches:
-    # as in Tables IV and V.
-    if found["milp"].evaluation.classes["v100"].waiting < 0.01 * seconds["milp"]:
+    # If T4 in low precision are as fast as V100 in FP32, smaller batches do not help (QSync,
+    # Tables IV and V).
+    if answers["milp"].evaluation.classes["v100"].waiting < 0.01 * seconds["milp"]:
         assert seconds["milp"] < seconds["dynamic-batches"]
 
 

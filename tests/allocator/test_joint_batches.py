@@ -1,4 +1,4 @@
-"""Joint plans of batches and formats: as good as brute force, and as plans of a single choice."""
+"""Joint plans of batches and formats, against brute force and against plans of one choice only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ brute_force = settings(
 
 
 class PerSample(PlainTimes):
-    """Random times of operators that grow with the batch, after a part that does not."""
+    """Random operator times: a constant part plus a part proportional to the batch."""
 
     def __init__(self, seed: int, batch: int) -> None:
         super().__init__(seed)
@@ -71,8 +71,8 @@ def drawn(
 
 
 def every_joint_plan(problem: Problem, joint: JointBatches) -> list[Evaluation]:
-    """Return the evaluations of all batches of one global batch and all memory budgets of class a,
-    and of all plans with them.
+    """Return the evaluations of all plans, for all batches of one global batch and all memory
+    budgets of class a.
     """
     result = []
     for first, budget in itertools.product((1, 2, 3, 4), (1.0, *joint.budgets)):
@@ -86,7 +86,7 @@ def every_joint_plan(problem: Problem, joint: JointBatches) -> list[Evaluation]:
         classes["a"] = recomputing(limited, budget)
         cluster = replace(problem.cluster, devices=devices)
         sized = replace(problem, classes=classes, cluster=cluster)
-        judge = PlanEvaluator(sized, sized.uniform())
+        evaluator = PlanEvaluator(sized, sized.uniform())
         choices = {name: part.choices for name, part in classes.items()}
         for picked in itertools.product(
             *(itertools.product(*by.values()) for by in choices.values())
@@ -95,7 +95,7 @@ def every_joint_plan(problem: Problem, joint: JointBatches) -> list[Evaluation]:
                 name: dict(zip(by, formats, strict=True))
                 for (name, by), formats in zip(choices.items(), picked, strict=True)
             }
-            result.append(judge.set_plans(plans))
+            result.append(evaluator.set_plans(plans))
     return result
 
 
@@ -109,7 +109,7 @@ def every_joint_plan(problem: Problem, joint: JointBatches) -> list[Evaluation]:
 def test_joint_plan_is_that_of_brute_force(
     seed: int, tight: float, slowdown: float, least: str
 ) -> None:
-    # Seeds of two graphs of three layers, as each graph is traced.
+    # Seeds of two graphs of three layers, since tracing is slow.
     problem, joint = drawn(seed, slowdown)
     evaluations = every_joint_plan(problem, joint)
     if least == "variance":

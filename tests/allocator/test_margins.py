@@ -1,5 +1,5 @@
-"""Plans leave a margin below the seconds that a step may take, as large as what is uncertain, where
-others would wait for them.
+"""Time margins of plans: as large as the uncertainty of the profiles, for devices that delay
+others.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FLEET = Cluster(
 
 @functools.cache
 def reckoned() -> Profile:
-    """Twenty layers on a T4, wide enough for INT8 to be faster, and many enough for plans to use
-    what time there is.
+    """Return a profile of 20 layers on a T4, wide enough for INT8 to be faster, and many enough for
+    plans to use the available time.
     """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(20)))
@@ -36,19 +36,22 @@ def reckoned() -> Profile:
         result: Tensor = model(batch).square().mean()
         return result
 
-    found = qsync_fx.catalog_profile("t4", model, step, torch.randn(512, 1024))
-    return replace(found, sensitivity=drawn_sensitivity(found.graph))
+    profile = qsync_fx.catalog_profile("t4", model, step, torch.randn(512, 1024))
+    return replace(profile, sensitivity=drawn_sensitivity(profile.graph))
 
 
 def measured(spread: float) -> Profile:
-    """Returns it with several steps of each plan, which lie so far from one another."""
-    known = reckoned()
+    """Return the profile with three steps of each plan, which differ by the spread."""
+    profile = reckoned()
     runs = []
-    for run in known.runs:
+    for run in profile.runs:
         forward, backward, optimizer = run.steps[0]
-        steps = [(forward * by, backward * by, optimizer) for by in (1 - spread, 1.0, 1 + spread)]
+        steps = [
+            (forward * factor, backward * factor, optimizer)
+            for factor in (1 - spread, 1.0, 1 + spread)
+        ]
         runs.append(replace(run, steps=steps))
-    return replace(known, runs=runs)
+    return replace(profile, runs=runs)
 
 
 def found(profile: Profile, margin: float | None = None, **more: object) -> PlanResult:
@@ -64,26 +67,26 @@ def leaves(answer: PlanResult) -> dict[str, float]:
     ("spread", "share"), [(0.0, 0.02 * 2**0.5), (0.05, 0.05 * 2**0.5), (0.5, MOST)]
 )
 def test_margin_reserves_the_uncertainty_of_a_profile(spread: float, share: float) -> None:
-    answer, all_of_it = found(measured(spread)), found(measured(spread), 0.0)
+    answer, without_margin = found(measured(spread)), found(measured(spread), 0.0)
     assert leaves(answer) == {"slow": pytest.approx(share)}
-    assert leaves(all_of_it) == {}
+    assert leaves(without_margin) == {}
     limit = answer.problem.seconds
     assert limit is not None
     assert (
         limit
-        == all_of_it.problem.seconds
+        == without_margin.problem.seconds
         == evaluate_plan(answer.problem, answer.problem.uniform()).seconds
     )
     assert evaluate_plan(slowed(answer.problem, {"slow": share}), answer.plans).seconds <= limit * (
         1 + 1e-9
     )
     assert evaluate_plan(
-        slowed(answer.problem, {"slow": share}), all_of_it.plans
+        slowed(answer.problem, {"slow": share}), without_margin.plans
     ).seconds > limit * (1 + 1e-9)
     assert answer.evaluation == evaluate_plan(answer.problem, answer.plans)
     assert answer.fits
     assert (
-        all_of_it.evaluation.variance
+        without_margin.evaluation.variance
         < answer.evaluation.variance
         < evaluate_plan(answer.problem, answer.problem.uniform()).variance
     )
@@ -91,13 +94,13 @@ def test_margin_reserves_the_uncertainty_of_a_profile(spread: float, share: floa
 
 
 def test_no_margin_by_default() -> None:
-    assert leaves(found(reckoned())) == {}  # the catalog's steps are all alike
+    assert leaves(found(reckoned())) == {}  # catalog profiles have no spread
     for fast, slow in ((measured(0.05), reckoned()), (reckoned(), measured(0.05))):
         assert leaves(qsync_fx.find_plan({"fast": fast, "slow": slow}, FLEET)) == {
             "slow": pytest.approx(0.05)
         }
     alone = qsync_fx.find_plan(measured(0.05), target="fp16", objective="hybrid")
-    assert leaves(alone) == {}  # nobody waits
+    assert leaves(alone) == {}  # no other device waits
     assert (
         leaves(
             qsync_fx.find_plan(measured(0.05), objective="fastest", budget=float("inf"), margin=0.1)
@@ -107,9 +110,7 @@ def test_no_margin_by_default() -> None:
 
 
 def test_a_margin_that_no_plan_leaves_is_none() -> None:
-    """Where the slow device is what all wait for as it is, uniform low precision is all that there
-    is time for.
-    """
+    """If the slow device sets the pace, only uniform low precision meets the limit."""
     slower = replace(
         FLEET, devices={**FLEET.devices, "slow": ClusterDevice(slowdown=40.0, batch=512)}
     )
@@ -119,7 +120,7 @@ def test_a_margin_that_no_plan_leaves_is_none() -> None:
     none = qsync_fx.find_plan(profiles, slower, margin=0.1, target=plain.problem.seconds)
     assert leaves(none) == {}
     assert none.plans == plain.plans
-    # Nor is anything lost where the limit is that pace.
+    # The default limit is the same step time, so the plan is the same.
     assert qsync_fx.find_plan(profiles, slower, margin=0.1).plans == plain.plans
     with pytest.raises(OptionError, match="margin"):
         found(reckoned(), 1.0)

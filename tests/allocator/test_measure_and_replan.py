@@ -1,5 +1,5 @@
-"""Rounds: a plan is run, the profile corrected, and the plan looked for again, until both agree or
-there were enough.
+"""Replan loop: run a plan, correct the profile and plan again, until both agree or the round limit
+is reached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
 
 @functools.cache
 def reckoned() -> Profile:
-    """Three layers on a T4, wide enough for all formats to differ."""
+    """Return a profile of three layers on a T4, wide enough for all formats to differ."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 512)
@@ -40,8 +40,8 @@ def reckoned() -> Profile:
         result: Tensor = model(batch).square().mean()
         return result
 
-    found = qsync_fx.catalog_profile("t4", model, step, torch.randn(2048, 512))
-    return replace(found, sensitivity=drawn_sensitivity(found.graph))
+    profile = qsync_fx.catalog_profile("t4", model, step, torch.randn(2048, 512))
+    return replace(profile, sensitivity=drawn_sensitivity(profile.graph))
 
 
 def solve(known: Mapping[str, Profile]) -> PlanResult:
@@ -55,19 +55,19 @@ def ran(profile: Profile, answer: PlanResult, factor: float, peak_bytes: int = 0
     mapper = CostMapper(profile.graph, profile.times(), answer.plan())
     step = mapper.schedule()
     seconds: dict[str, list[float]] = {op.id: [0.0, 0.0] for op in profile.graph.operators}
-    for at, entries in enumerate((step.forward, step.backward)):
+    for direction, entries in enumerate((step.forward, step.backward)):
         for entry in entries:
             if entry.operator:
-                seconds[entry.operator][at] += entry.seconds
+                seconds[entry.operator][direction] += entry.seconds
     names = mapper.states().names
     operators = [
         MeasuredOperator(op.id, *state, *(factor * part for part in seconds[op.id]))
         for op, state in zip(profile.graph.operators, names, strict=True)
     ]
-    whole = [sum(entry.seconds for entry in entries) for entries in (step.forward, step.backward)]
+    totals = [sum(entry.seconds for entry in entries) for entries in (step.forward, step.backward)]
     run = MeasuredRun(
         "run",
-        [(factor * whole[0], factor * whole[1], step.optimizer)] * 3,
+        [(factor * totals[0], factor * totals[1], step.optimizer)] * 3,
         peak_bytes or 1,
         operators,
         planned=True,
@@ -76,7 +76,7 @@ def ran(profile: Profile, answer: PlanResult, factor: float, peak_bytes: int = 0
 
 
 def rounds_with(*factors: float, limit: int = 3) -> PlanResult:
-    """Returns what is taken where the plans of the rounds take so many times what was predicted."""
+    """Return the result if each round's plan takes `factors` times the predicted seconds."""
     profile, left = reckoned(), list(factors)
     rounds = ReplanLoop(solve({"t4": profile}), solve, limit)
     while rounds.more:
@@ -115,7 +115,7 @@ def test_slower_than_predicted_plan_is_replaced() -> None:
 
 
 def test_repeated_plan_ends_the_rounds_with_its_measurement() -> None:
-    """A little slower than predicted, and still the fastest."""
+    """The plan is 4% slower than predicted, and still the fastest."""
     answer = rounds_with(1.04)
     assert answer.plans == solve({"t4": reckoned()}).plans and answer.ran == 1
     assert answer.evaluation.seconds == pytest.approx(answer.trials[0][0].measured, rel=1e-3), (
@@ -133,9 +133,7 @@ def test_best_measured_plan_is_used_without_agreement() -> None:
 
 
 def test_plan_above_the_memory_limit_is_replaced() -> None:
-    """It takes the time that was predicted: only what it holds says that another one is to
-    be taken.
-    """
+    """The plan takes the predicted time; only its measured memory requires another plan."""
     profile = replace(reckoned(), optimizer_memory=SGD)
     limit = 110 * 10**6 + workspace_bytes("t4") + FRAGMENTATION
 
@@ -151,8 +149,10 @@ def test_plan_above_the_memory_limit_is_replaced() -> None:
     )
     while rounds.more:
         states_now = states(profile.graph, rounds.answer.plan())
-        held = step_memory(states_now, training_of(profile, sends=False)).step_bytes
-        after = ran(profile, rounds.answer, 1.0, held + (more if rounds.answer is first else 0))
+        step_bytes = step_memory(states_now, training_of(profile, sends=False)).step_bytes
+        after = ran(
+            profile, rounds.answer, 1.0, step_bytes + (more if rounds.answer is first else 0)
+        )
         rounds.learn({"t4": after}, {"t4": profile}, {"t4": after})
         profile = after
     answer = rounds.answer
@@ -173,14 +173,20 @@ def test_zero_rounds_return_the_first_plan() -> None:
 
 
 def test_a_model_at_hand_is_run() -> None:
-    """Real steps: what they take nobody knows, but what is said of them adds up."""
+    """Times of real steps are unknown, so only the consistency of the report is checked."""
     profile = quick(layer(), Counted(), sensitivity="paper", plan=Plan.uniform("bf16"))
     profile = replace(
         profile, precisions=["fp32", "bf16"], sensitivity=drawn_sensitivity(profile.graph)
     )
     step = Counted()
-    how = {"objective": "fastest", "budget": "bf16", "step": step, "repeats": 1, "progress": False}
-    answer = qsync_fx.find_plan(profile, model=layer(), batches=iter([BATCH]), **how)
+    options = {
+        "objective": "fastest",
+        "budget": "bf16",
+        "step": step,
+        "repeats": 1,
+        "progress": False,
+    }
+    answer = qsync_fx.find_plan(profile, model=layer(), batches=iter([BATCH]), **options)
     assert 1 <= len(answer.trials) <= 3 and answer.ran is not None
     runs = answer.profiles["cpu"].runs
     for (trial,) in answer.trials:
@@ -188,33 +194,35 @@ def test_a_model_at_hand_is_run() -> None:
             run.passes == trial.measured for run in runs if run.planned
         )
     assert isinstance(answer.as_plan(), Plan) and set(answer.plans["cpu"]) == {"/linear"}
-    # Twice as written, its loss alone twice, compiled, two for the peak, and one turn of three,
-    # each round; and of the profile's first plan, where it is another one.
-    tried = [
+    # Each round has two uncompiled steps, two of the loss alone, one compiled, two for the peak,
+    # and three interleaved ones. The profile's first plan adds six if it differs.
+    planned_runs = [
         next(run for run in runs if run.planned and run.passes == trial.measured)
         for (trial,) in answer.trials
     ]
-    beside = [
-        run for run in tried if run.operators[0].precision != profile.runs[0].operators[0].precision
+    different = [
+        run
+        for run in planned_runs
+        if run.operators[0].precision != profile.runs[0].operators[0].precision
     ]
-    assert step.calls == 10 * len(tried) + 6 * len(beside)
+    assert step.calls == 10 * len(planned_runs) + 6 * len(different)
     assert not qsync_fx.find_plan(
-        profile, model=layer(), batches=[BATCH], max_replans=0, **how
+        profile, model=layer(), batches=[BATCH], max_replans=0, **options
     ).trials
     with pytest.raises(OptionError, match="there is none"):
         qsync_fx.find_plan(profile, model=layer())
     elsewhere = replace(profile, machine=replace(profile.machine, name="elsewhere"))
     with pytest.raises(ProfileError, match="no profile is of this machine"):
-        qsync_fx.find_plan(elsewhere, model=layer(), batches=[BATCH], **how)
+        qsync_fx.find_plan(elsewhere, model=layer(), batches=[BATCH], **options)
     with pytest.raises(ProfileError, match="another model"):
-        qsync_fx.find_plan(profile, model=layer().eval(), batches=[BATCH], **how)
+        qsync_fx.find_plan(profile, model=layer().eval(), batches=[BATCH], **options)
 
 
 @tiers.ALL
 def test_limit_exceeded_in_the_run_is_reported() -> None:
     model = build(Perceptron)
     batch = torch.randn(64, 16), torch.randn(64, 10)
-    found = qsync_fx.measure(
+    profile = qsync_fx.measure(
         model,
         Counted(),
         [batch],
@@ -225,5 +233,5 @@ def test_limit_exceeded_in_the_run_is_reported() -> None:
     )
     with pytest.raises(PlanError, match="seconds"):
         qsync_fx.find_plan(
-            found, target=1e-9, model=model, step=Counted(), batches=[batch], progress=False
+            profile, target=1e-9, model=model, step=Counted(), batches=[batch], progress=False
         )

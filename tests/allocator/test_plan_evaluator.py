@@ -1,4 +1,6 @@
-"""The judge says what the replayer, the memory model and sensitivities say, also after changes."""
+"""Plan evaluator: metrics equal the replayer's, the memory model's and the sensitivity map's, also
+after changes.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ def drawn(problem: Problem, seed: int) -> dict[str, dict[str, str]]:
     draw = random.Random(seed)
     return {
         name: dict(
-            found.fixed_plan or {op: draw.choice(known) for op, known in found.choices.items()}
+            part.fixed_plan or {op: draw.choice(formats) for op, formats in part.choices.items()}
         )
-        for name, found in problem.classes.items()
+        for name, part in problem.classes.items()
     }
 
 
@@ -40,53 +42,53 @@ def drawn(problem: Problem, seed: int) -> dict[str, dict[str, str]]:
 def test_evaluation_equals_replay(name: str) -> None:
     problem = fleet(name)
     plans = drawn(problem, 1)
-    found = evaluate_plan(problem, plans)
-    known: dict[str, Profiled] = {name: Known(problem, name) for name in problem.classes}  # type: ignore[dict-item, misc]
-    asked = {name: Plan(operators=plan) for name, plan in plans.items()}
-    timeline = qsync_fx.replay(asked, known, cluster=problem.cluster)
-    assert found.seconds == timeline.seconds
-    for name, figures in found.classes.items():
+    evaluation = evaluate_plan(problem, plans)
+    profiles: dict[str, Profiled] = {name: Known(problem, name) for name in problem.classes}  # type: ignore[dict-item, misc]
+    device_plans = {name: Plan(operators=plan) for name, plan in plans.items()}
+    timeline = qsync_fx.replay(device_plans, profiles, cluster=problem.cluster)
+    assert evaluation.seconds == timeline.seconds
+    for name, metrics in evaluation.classes.items():
         part = problem.classes[name]
-        assert figures.waiting == timeline.waiting[name]
-        assert figures.sending == timeline.sending[name]
-        assert figures.peak_bytes == most_bytes(states(part.graph, plans[name]), part.training)
-        assert figures.variance == pytest.approx(
+        assert metrics.waiting == timeline.waiting[name]
+        assert metrics.sending == timeline.sending[name]
+        assert metrics.peak_bytes == most_bytes(states(part.graph, plans[name]), part.training)
+        assert metrics.variance == pytest.approx(
             sum(part.sensitivity.of(op, part.runs(op, fmt)) for op, fmt in plans[name].items())
         )
-    # Two of four devices are each class; the mean of four divides their variance by sixteen.
-    assert found.variance == pytest.approx((2 * found.classes["slow"].variance) / 16)
+    # Each class has two of four devices; the mean of four divides their variance by 16.
+    assert evaluation.variance == pytest.approx((2 * evaluation.classes["slow"].variance) / 16)
 
 
 def test_changes_and_changes_undone_are_as_a_new_judge() -> None:
     problem, draw = fleet("mlp"), random.Random(0)
-    judge = PlanEvaluator(problem, drawn(problem, 2))
+    evaluator = PlanEvaluator(problem, drawn(problem, 2))
     choices = problem.classes["slow"].choices
     for _ in range(20):
         operator = draw.choice(list(choices))
-        judge.set("slow", operator, draw.choice(choices[operator]))
+        evaluator.set("slow", operator, draw.choice(choices[operator]))
         if draw.random() < 0.4:
-            judge.undo()
-        assert judge.evaluate() == evaluate_plan(problem, judge.plans)
+            evaluator.undo()
+        assert evaluator.evaluate() == evaluate_plan(problem, evaluator.plans)
     other = drawn(problem, 3)
-    assert judge.set_plans(other) == evaluate_plan(problem, other)
-    assert judge.plans == other
+    assert evaluator.set_plans(other) == evaluate_plan(problem, other)
+    assert evaluator.plans == other
 
 
 def test_limits_are_met_or_reported_as_exceeded() -> None:
     problem = alone("mlp")
     plans = problem.uniform()
-    found = evaluate_plan(problem, plans)
-    assert not found.exceeds(problem)
-    peak = found.classes["device"].peak_bytes
+    evaluation = evaluate_plan(problem, plans)
+    assert not evaluation.exceeds(problem)
+    peak = evaluation.classes["device"].peak_bytes
     assert peak
     tight = replace(
         problem,
-        seconds=found.seconds / 2,
-        variance=found.variance,
+        seconds=evaluation.seconds / 2,
+        variance=evaluation.variance,
         classes={"device": replace(problem.classes["device"], memory=peak - 10)},
     )
-    assert found.exceeds(tight) == {
-        "seconds": pytest.approx(found.seconds / 2),
+    assert evaluation.exceeds(tight) == {
+        "seconds": pytest.approx(evaluation.seconds / 2),
         "memory device": 10,
     }
     assert not PlanEvaluator(tight, plans).fits()
@@ -101,17 +103,17 @@ def test_measured_peak_replaces_the_predicted_one() -> None:
     anchor = Anchor(states(part.graph, measured), 12345)
     corrected = replace(problem, classes={"device": replace(part, anchors=(anchor,))})
     for plan in (measured, near):
-        plain, found = (
-            evaluate_plan(asked, {"device": plan}).classes["device"].peak_bytes
-            for asked in (problem, corrected)
+        plain, corrected_peak = (
+            evaluate_plan(variant, {"device": plan}).classes["device"].peak_bytes
+            for variant in (problem, corrected)
         )
-        now = states(part.graph, plan)
-        by = (
-            anchored_bytes(now, [anchor], part.training)
-            - step_memory(now, part.training).step_bytes
+        operator_states = states(part.graph, plan)
+        correction = (
+            anchored_bytes(operator_states, [anchor], part.training)
+            - step_memory(operator_states, part.training).step_bytes
         )
-        assert bool(by) is (plan is measured)
-        assert plain is not None and found == plain + by
+        assert bool(correction) is (plan is measured)
+        assert plain is not None and corrected_peak == plain + correction
 
 
 def test_equivalent_formats_of_an_operator_are_one_choice() -> None:

@@ -1,4 +1,4 @@
-"""What an answer holds, as plans and as text."""
+"""Plan result: its plans per class, its gap and its text."""
 
 from __future__ import annotations
 
@@ -26,9 +26,15 @@ def an_answer() -> PlanResult:
         PlanNote(PlanNoteKind.WAITS, "fast", numbers={"seconds": 0.25, "of a step of": 1.0}),
         PlanNote(PlanNoteKind.BINDS, "slow", numbers={"memory": 1.98e9, "limit": 2e9}),
     )
-    found = evaluate_plan(problem, plans)
+    evaluation = evaluate_plan(problem, plans)
     return PlanResult(
-        problem, plans, found, "uniform", bound=found.variance / 2, took=0.125, notes=notes
+        problem,
+        plans,
+        evaluation,
+        "uniform",
+        bound=evaluation.variance / 2,
+        took=0.125,
+        notes=notes,
     )
 
 
@@ -41,7 +47,7 @@ def test_plans_are_of_classes() -> None:
     assert answer.plan("fast") == Plan(operators=part.uniform("fp32"))
     with pytest.raises(PlanError, match="no devices 'slwo'"):
         answer.plan("slwo")
-    both = {name: replace(found, fixed_plan=None) for name, found in answer.problem.classes.items()}
+    both = {name: replace(item, fixed_plan=None) for name, item in answer.problem.classes.items()}
     with pytest.raises(PlanError, match="plans of 2 classes"):
         replace(answer, problem=replace(answer.problem, classes=both)).plan()
 
@@ -114,7 +120,7 @@ def test_variance_and_formats_are_printed_as_shares() -> None:
     assert f"{share:.2g} of uniform int8's" in str(mixed)
     count = len(others) + 1
     assert f"{count - 1} ({1 - 1 / count:.0%})" in str(mixed)
-    # Without a variance in the narrowest formats there is no ratio.
+    # The ratio requires a variance in the narrowest formats.
     wide = problem.completed({"slow": problem.classes["slow"].uniform("fp32")})
     narrow = replace(problem.classes["slow"], formats=("fp32",))
     only = replace(problem, classes=dict(problem.classes, slow=narrow))
@@ -128,11 +134,11 @@ def test_every_number_is_printed_at_any_terminal_width(width: int) -> None:
     text = answer.text(width)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
-    for name, figures in answer.evaluation.classes.items():
-        whole = "".join(text.split())
-        for part in (name, duration(figures.computing), f"{figures.variance:.4g}"):
-            assert "".join(part.split()) in whole or width < 60, part
-    # One class a line where there is room, else one a column.
+    for name, metrics in answer.evaluation.classes.items():
+        compact = "".join(text.split())
+        for part in (name, duration(metrics.computing), f"{metrics.variance:.4g}"):
+            assert "".join(part.split()) in compact or width < 60, part
+    # Classes are rows if the width suffices, otherwise columns.
     assert any(line.split()[:2] == ["devices", "count"] for line in text.splitlines()) == (
         width >= 100
     )

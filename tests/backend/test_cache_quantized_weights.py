@@ -1,5 +1,5 @@
-"""The option "cache_quantized_weights": a weight is quantized once a step, to the bits of a step
-without the option, and no write goes unseen.
+"""The option "cache_quantized_weights": one quantization of a weight per step, bits equal to a step
+without the option, and detection of every write.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ NEAREST = {"precision": "int8", "rounding": "nearest"}
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """The weights that were quantized outside of graphs."""
-    found: list[Tensor] = []
+    """Yield the list of weights that are quantized outside of graphs."""
+    weights: list[Tensor] = []
     quantize = CopySpec.of
 
     def watched(self: CopySpec, weight: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-        found.append(weight)
+        weights.append(weight)
         return quantize(self, weight, seed)
 
     monkeypatch.setattr(CopySpec, "of", watched)
-    yield found
+    yield weights
     torch.compiler.reset()
 
 
 class Net(nn.Module):
-    """Convolution, linear layers, one of them twice, and a product with a parameter that no module
-    owns.
+    """Convolution, linear layers, one of them used twice, and a product with a parameter of the
+    model itself.
     """
 
     def __init__(self) -> None:
@@ -66,23 +66,21 @@ def trained(
     batches: list[list[Tensor]],
     optimizer: Any = qsync_fx.optim.SGD,
 ) -> list[Tensor]:
-    """Returns outputs and gradients of steps, each over some micro-batches, and the weights behind
-    them.
-    """
+    """Return outputs and gradients of steps over some micro-batches, and the final weights."""
     torch.compiler.reset()
     torch.manual_seed(1)
     model = copy.deepcopy(model)
-    compiled, found = torch.compile(model, backend="qsync", options=options), []
+    compiled, results = torch.compile(model, backend="qsync", options=options), []
     stepping = optimizer(model.parameters(), lr=0.05)
     for micro_batches in batches:
         stepping.zero_grad()
         for x in micro_batches:
             y = compiled(x)
             y.square().mean().backward()
-            found.append(y.detach())
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            results.append(y.detach())
+        results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         stepping.step()
-    return found + [p.detach() for p in model.parameters()]
+    return results + [p.detach() for p in model.parameters()]
 
 
 def images(count: int, rows: int = 4) -> list[Tensor]:
@@ -108,14 +106,14 @@ def equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
 def test_steps_have_the_bits_of_steps_without_it(
     precision: str, scaling: str, inner_backend: str, made: list[Tensor]
 ) -> None:
-    """With one pass a step: the same numbers are drawn for the same roundings."""
+    """With one pass per step, the same random numbers are used for the same roundings."""
     torch.manual_seed(0)
     model, batches = Net(), [[x] for x in images(3)]
     options = {"precision": precision, "scaling": scaling, "inner_backend": inner_backend}
-    wanted = trained(model, options, batches)
+    expected = trained(model, options, batches)
     assert not made
-    found = trained(model, {**options, "cache_quantized_weights": True}, batches)
-    assert equal(found, wanted)
+    actual = trained(model, {**options, "cache_quantized_weights": True}, batches)
+    assert equal(actual, expected)
     assert len(made) == 4 * 3
 
 
@@ -123,8 +121,8 @@ def test_steps_have_the_bits_of_steps_without_it(
 def test_a_weight_is_quantized_once_a_step_and_not_once_a_micro_batch(
     inner_backend: str, made: list[Tensor]
 ) -> None:
-    """Rounded to nearest, which copy is read makes no difference: gradients that are summed are
-    those without the option.
+    """With rounding to nearest all copies are equal, so summed gradients equal those without the
+    option.
     """
     torch.manual_seed(0)
     model, batches = Net(), [images(4), images(4), images(4)]
@@ -138,7 +136,7 @@ def test_a_weight_is_quantized_once_a_step_and_not_once_a_micro_batch(
 
 def test_micro_batches_share_a_rounding_and_steps_do_not() -> None:
     torch.manual_seed(0)
-    layer, x = nn.Linear(64, 32, bias=False), torch.eye(64)  # each value of which is on INT8's grid
+    layer, x = nn.Linear(64, 32, bias=False), torch.eye(64)  # all values are on the INT8 grid
     compiled = torch.compile(
         layer,
         backend="qsync",
@@ -193,8 +191,8 @@ def test_weight_copies_of_other_shapes_and_evaluation(
 def test_a_weight_that_was_changed_is_read_as_it_is(
     name: str, evaluated: bool, inner_backend: str, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """What torch does not count is seen by its values, here at the second time that a copy
-    is used.
+    """A write that torch does not count is detected by a comparison of values, here at the second
+    use of a copy.
     """
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -215,8 +213,8 @@ def test_a_weight_that_was_changed_is_read_as_it_is(
         assert torch.equal(compiled(x), before), (
             "a weight that is not trusted any more is read in each pass"
         )
-    told = [w for w in recwarn.list if "modified without torch noticing" in str(w.message)]
-    assert len(told) == (name in UNCOUNTED)
+    messages = [w for w in recwarn.list if "modified without torch noticing" in str(w.message)]
+    assert len(messages) == (name in UNCOUNTED)
 
 
 def test_around_the_compiled_model_checkpointing_computes_the_same_again(
@@ -225,15 +223,15 @@ def test_around_the_compiled_model_checkpointing_computes_the_same_again(
     torch.manual_seed(0)
     model, (x,) = Net(), images(1)
     options = {"precision": "int8", "inner_backend": "aot_eager", "cache_quantized_weights": True}
-    found = []
+    results = []
     for around in (False, True):
         torch.compiler.reset()
         compiled = torch.compile(copy.deepcopy(model), backend="qsync", options=options)
         torch.manual_seed(1)
         compiled(x)
         y = checkpoint(compiled, x, use_reentrant=False) if around else compiled(x)
-        found.append([y.detach(), *torch.autograd.grad(y.sum(), list(compiled.parameters()))])
-    assert equal(*found)
+        results.append([y.detach(), *torch.autograd.grad(y.sum(), list(compiled.parameters()))])
+    assert equal(*results)
 
 
 class Checkpointed(nn.Module):
@@ -279,7 +277,7 @@ def test_uncached_weights_are_reported(
     torch.manual_seed(0)
     net, x = model(), torch.randn(4, 8)
     options = {**NEAREST, "inner_backend": "aot_eager"}
-    wanted = torch.compile(copy.deepcopy(net), backend="qsync", options=options)(x)
+    expected = torch.compile(copy.deepcopy(net), backend="qsync", options=options)(x)
     compiled = torch.compile(
         net, backend="qsync", options={**options, "cache_quantized_weights": True}
     )
@@ -287,9 +285,9 @@ def test_uncached_weights_are_reported(
         qsync_fx.PlanWarning,
         match=f'"cache_quantized_weights", 1 weights of .* are still quantized .*{why}',
     ):
-        found = compiled(x)
-    assert torch.equal(found, wanted) and len(made) == count
-    found.sum().backward()
+        actual = compiled(x)
+    assert torch.equal(actual, expected) and len(made) == count
+    actual.sum().backward()
 
 
 def test_model_without_cacheable_weights_is_reported() -> None:

@@ -1,5 +1,5 @@
-"""cache_quantized_weights under FSDP: weights are gathered from parts that an optimizer updates,
-and torch counts no write to them.
+"""The option "cache_quantized_weights" under FSDP: the optimizer updates shards, and torch counts
+no write to the gathered weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from qsync_fx import PlanWarning
 
-PASSES = 3  # of a step: of the copies' first uses some are not compared with the weight
+PASSES = 3  # per step; some of the first uses of a copy are not compared with the weight
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +39,10 @@ class Block(nn.Module):
 
 
 def losses(once: bool) -> list[float]:
-    """Returns the losses of some steps of several passes each, of blocks that are compiled and then
-    sharded.
-    """
+    """Return the losses of steps of several passes for blocks that are compiled, then sharded."""
     torch.manual_seed(0)
     model, mesh = nn.Sequential(Block(), Block()), init_device_mesh("cpu", (1,))
-    # To the nearest value: which passes share a rounding makes no difference then.
+    # With rounding to nearest, passes have equal results whether they share a copy or not.
     options = {
         "precision": "int8",
         "inner_backend": "aot_eager",
@@ -56,15 +54,15 @@ def losses(once: bool) -> list[float]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    found = []
+    results = []
     for _ in range(4):
         for _ in range(PASSES):
             loss = model(torch.randn(16, 64)).square().mean()
             loss.backward()  # type: ignore[no-untyped-call]
-            found.append(loss.item())
+            results.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return results
 
 
 def test_gathered_weights_are_requantized_after_each_step() -> None:

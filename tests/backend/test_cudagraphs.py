@@ -1,5 +1,5 @@
-"""The option "cudagraphs" and torch's mode of the same meaning: understood, or refused by name; a
-device without them says so.
+"""The option "cudagraphs" and torch's equivalent mode: parsing, errors for other modes, and a
+warning on devices without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ def test_cudagraphs_are_enabled_on_cuda_only() -> None:
 
 
 def test_a_graph_is_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole way from torch.compile to the settings that the inner compiler gets."""
-    asked: list[bool] = []
+    """The option passes from torch.compile to the inner compiler."""
+    flags: list[bool] = []
     inner = compiling.inner_compiler
 
     def watched(
         name: str, device: torch.device, fast_dropout: bool, cudagraphs: bool, **others: bool
     ) -> Any:
-        asked.append(cudagraphs)
+        flags.append(cudagraphs)
         return inner("eager", device)
 
     monkeypatch.setattr(compiling, "inner_compiler", watched)
     monkeypatch.setattr(inductor_config, "captures", lambda options, device: options.cudagraphs)
     model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
-    for how in ({"mode": "reduce-overhead"}, {"options": {"cudagraphs": True}}, {}):
+    for keywords in ({"mode": "reduce-overhead"}, {"options": {"cudagraphs": True}}, {}):
         torch.compiler.reset()
-        torch.compile(model, backend="qsync", **how)(x)  # type: ignore[call-overload]
-    assert asked == [True, True, False]
+        torch.compile(model, backend="qsync", **keywords)(x)  # type: ignore[call-overload]
+    assert flags == [True, True, False]
 
 
 def test_seed_is_drawn_outside_the_cuda_graph() -> None:

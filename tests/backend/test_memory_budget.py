@@ -22,7 +22,7 @@ PLAN = ClusterPlan(
 
 
 class Residual(nn.Module):
-    """Products, norms, dropout and a convolution with batch norm, whose statistics a step moves."""
+    """Products, norms, dropout, and a convolution with batch norm, which updates its statistics."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Training in FP16 that overflows is told of, once, where nothing scales the loss; who scales it,
-or trains in another format, is not.
+"""Overflow warnings of FP16 training: once without loss scaling, none with a GradScaler or in other
+formats.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ X = torch.randn(8, 16)
 def trained(
     precision: str, *, loss: float, steps: int = 1, scaler: Any = None, fused: bool = False
 ) -> list[str]:
-    """Returns what is warned of while a model trains whose loss is multiplied by a number."""
+    """Return the overflow warnings of training with a loss multiplied by a number."""
     torch.compiler.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -30,7 +30,7 @@ def trained(
         options={"precision": precision, "inner_backend": "aot_eager", "emulate_unsupported": True},
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
             optimizer.zero_grad()
@@ -41,7 +41,7 @@ def trained(
                 scaler.update()
     return [
         str(w.message)
-        for w in told
+        for w in caught
         if issubclass(w.category, qsync_fx.PlanWarning) and "not finite" in str(w.message)
     ]
 
@@ -71,7 +71,7 @@ def test_other_formats_are_not_checked() -> None:
 
 
 def test_int8_is_watched_where_fp16_carries_it() -> None:
-    """What INT8 gives out on GPUs before Ampere is FP16, which a user may not know of."""
+    """INT8 layers output FP16 on GPUs before Ampere, which a user may not know."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     for target, formats in (("a100", None), ("t4", "fp16 (whose range ends at 65504)")):
         [part] = qsync_fx.explain(

@@ -1,5 +1,5 @@
-"""Copies of weights outside of graphs: made anew when torch counts a write, of any size, and no
-longer there than their weight.
+"""Copies of weights outside of graphs: recreated after a write that torch counts, of any size, and
+freed with their weight.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def in_inference_mode(layer: nn.Linear) -> None:
 
 
 class ThroughData(torch.optim.Optimizer):
-    """One that no counter sees."""
+    """Optimizer whose writes increment no version counter."""
 
     def __init__(self, parameters: list[Tensor], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -83,43 +83,42 @@ STEPS: dict[str, Write] = {
 
 @pytest.mark.parametrize("name", [*STEPS, pytest.param("compiled", marks=tiers.ALL)])
 def test_steps_of_optimizers_are_counted(name: str) -> None:
-    """What the option stands on."""
     torch.manual_seed(0)
     layer, seed = nn.Linear(24, 12, bias=False), torch.zeros([1], dtype=torch.int64)
-    how = CopySpec(0, "int8", "nearest", ())
-    (before,) = copies([(layer.weight, how)], seed)
+    spec = CopySpec(0, "int8", "nearest", ())
+    (before,) = copies([(layer.weight, spec)], seed)
     {**STEPS, "compiled": compiled_step}[name](layer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (found,) = copies([(layer.weight, how)], seed)
-    assert found[0] is not before[0] and equal([*found], [*how.of(layer.weight, seed)])
+        (copy,) = copies([(layer.weight, spec)], seed)
+    assert copy[0] is not before[0] and equal([*copy], [*spec.of(layer.weight, seed)])
 
 
 def test_reused_memory_invalidates_the_copy() -> None:
-    """A parameter that is given other memory twice, between two passes, would find itself where it
-    was.
+    """A parameter whose memory is replaced twice between two passes can have its first address
+    again.
     """
     weight, seed = nn.Parameter(torch.ones(1000)), torch.zeros([1], dtype=torch.int64)
-    how = CopySpec(0, "int8", "nearest", ())
-    copies([(weight, how)], seed)
+    spec = CopySpec(0, "int8", "nearest", ())
+    copies([(weight, spec)], seed)
     for factor in range(2, 8):
         weight.data = weight.data * factor
-        (found,) = copies([(weight, how)], seed)
-        assert equal([*found], [*how.of(weight, seed)])
+        (copy,) = copies([(weight, spec)], seed)
+        assert equal([*copy], [*spec.of(weight, seed)])
 
 
 @pytest.mark.parametrize("shape", [(), (0, 4), (1,), (7,), (300, 2), (3, 5, 2, 2)])
 def test_weights_of_any_size_and_strides(shape: tuple[int, ...]) -> None:
-    seed, how = torch.zeros([1], dtype=torch.int64), CopySpec(0, "int8", "nearest", ())
+    seed, spec = torch.zeros([1], dtype=torch.int64), CopySpec(0, "int8", "nearest", ())
     gapped = torch.randn(*shape, 2)[..., 0] if shape else torch.tensor(2.0)
-    for held in (
+    for values in (
         torch.randn(shape),
         torch.randn(shape).t() if len(shape) == 2 else torch.randn(shape),
         gapped,
     ):
-        weight = nn.Parameter(held)
-        pairs = [copies([(weight, how)], seed)[0] for _ in range(5)]
-        assert all(equal([*pair], [*how.of(weight, seed)]) for pair in pairs)
+        weight = nn.Parameter(values)
+        pairs = [copies([(weight, spec)], seed)[0] for _ in range(5)]
+        assert all(equal([*pair], [*spec.of(weight, seed)]) for pair in pairs)
         assert pairs[0][0] is pairs[4][0]
 
 
@@ -128,12 +127,14 @@ def test_numbers_that_are_none_are_the_same_as_before(recwarn: pytest.WarningsRe
         nn.Parameter(torch.full((4, 4), float("nan"))),
         torch.zeros([1], dtype=torch.int64),
     )
-    found = [copies([(weight, CopySpec(0, "int8", "nearest", ()))], seed)[0][0] for _ in range(4)]
-    assert all(q is found[0] for q in found) and not recwarn.list
+    quantized = [
+        copies([(weight, CopySpec(0, "int8", "nearest", ()))], seed)[0][0] for _ in range(4)
+    ]
+    assert all(q is quantized[0] for q in quantized) and not recwarn.list
 
 
 def test_fake_tensors_are_not_cached() -> None:
-    """DDP runs what is compiled of a bucket on them, to know what the next one gets."""
+    """DDP runs the compiled graph of a bucket on fake tensors to infer inputs of the next."""
     with FakeTensorMode():
         weight, seed = nn.Parameter(torch.ones(4, 6)), torch.zeros([1], dtype=torch.int64)
         ((q, scale),) = copies([(weight, CopySpec(0, "int8", "nearest", ()))], seed)
@@ -142,31 +143,35 @@ def test_fake_tensors_are_not_cached() -> None:
 
 
 def test_cuda_graph_capture_reads_no_cached_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that was at hand would be replayed for good."""
-    weight, seed, how = (
+    """A CUDA graph would read the cached copy in every replay."""
+    weight, seed, spec = (
         nn.Parameter(torch.ones(4)),
         torch.zeros([1], dtype=torch.int64),
         CopySpec(0, "int8", "nearest", ()),
     )
-    before = copies([(weight, how)], seed)
+    before = copies([(weight, spec)], seed)
     monkeypatch.setattr(weight_cache, "_queue", lambda device: None)
-    assert copies([(weight, how)], seed)[0][0] is not before[0][0]
+    assert copies([(weight, spec)], seed)[0][0] is not before[0][0]
     monkeypatch.undo()
-    assert copies([(weight, how)], seed)[0][0] is before[0][0]
+    assert copies([(weight, spec)], seed)[0][0] is before[0][0]
 
 
 def test_cuda_streams_have_separate_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another one has made it may not have made yet."""
-    weight, seed, how = (
+    """A copy from another stream may not be complete yet."""
+    weight, seed, spec = (
         nn.Parameter(torch.ones(4)),
         torch.zeros([1], dtype=torch.int64),
         CopySpec(0, "int8", "nearest", ()),
     )
-    found = []
+    quantized = []
     for queue in (1, 2, 1, 2):
         monkeypatch.setattr(weight_cache, "_queue", lambda device, queue=queue: queue)
-        found.append(copies([(weight, how)], seed)[0][0])
-    assert found[0] is found[2] and found[1] is found[3] and found[0] is not found[1]
+        quantized.append(copies([(weight, spec)], seed)[0][0])
+    assert (
+        quantized[0] is quantized[2]
+        and quantized[1] is quantized[3]
+        and quantized[0] is not quantized[1]
+    )
 
 
 def test_copies_go_with_their_weight() -> None:

@@ -1,6 +1,6 @@
-"""Normalisations of mixed types, as CUDA's kernels do not take them, in FP32.
+"""Normalizations with mixed dtypes, which CUDA kernels do not support, run in FP32.
 
-On an H200 a BERT in BF16 by "aot_eager" found it.
+A BERT in BF16 with "aot_eager" failed on an H200.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ def parameters(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def test_parameters_and_input_share_a_dtype(
     norm: Callable[..., Tensor], narrow: torch.dtype
 ) -> None:
-    x, given = (torch.randn(4, 8) * 3).to(narrow), parameters(torch.float32)
-    module = widened(traced(norm, x, *given))
+    x, affine = (torch.randn(4, 8) * 3).to(narrow), parameters(torch.float32)
+    module = widened(traced(norm, x, *affine))
     (node,) = (node for node in module.graph.nodes if "norm" in str(node.target))
     for operand in node.all_input_nodes:
         assert (
             operand.target == torch.ops.aten.to.dtype or operand.meta["val"].dtype == torch.float32
         )
-    assert torch.equal(module(x, *given), norm(x.float(), *given).to(narrow))
+    assert torch.equal(module(x, *affine), norm(x.float(), *affine).to(narrow))
 
 
 def test_native_norm_narrows_only_the_activation() -> None:
-    x, given = torch.randn(4, 8).to(BF16), parameters(torch.float32)
-    got = widened(traced(native, x, *given))(x, *given)
-    y, mean, deviation = native(x.float(), *given)
+    x, affine = torch.randn(4, 8).to(BF16), parameters(torch.float32)
+    got = widened(traced(native, x, *affine))(x, *affine)
+    y, mean, deviation = native(x.float(), *affine)
     assert torch.equal(got[0], y.to(BF16))
     assert torch.equal(got[1], mean)
     assert torch.equal(got[2], deviation)
@@ -77,9 +77,9 @@ def test_norm_with_one_dtype_is_unchanged(dtype: torch.dtype) -> None:
 
 
 def test_bodies_within_are_looked_at() -> None:
-    x, given = torch.randn(4, 8).to(BF16), parameters(torch.float32)
+    x, affine = torch.randn(4, 8).to(BF16), parameters(torch.float32)
     graph = torch.fx.Graph()
     operands = [graph.placeholder(name) for name in "abc"]
     graph.output(graph.call_module("body", tuple(operands)))
-    outer = widened(torch.fx.GraphModule({"body": traced(layer, x, *given)}, graph))
-    assert torch.equal(outer(x, *given), layer(x.float(), *given).to(BF16))
+    outer = widened(torch.fx.GraphModule({"body": traced(layer, x, *affine)}, graph))
+    assert torch.equal(outer(x, *affine), layer(x.float(), *affine).to(BF16))

@@ -1,4 +1,4 @@
-"""Allocators that benchmarks compare with: full precision, and recovery in other orders."""
+"""Baseline allocators of benchmarks: full precision, and recovery in other orders."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ def test_full_precision_ignores_limits_and_marks_its_plan() -> None:
 
 
 def test_order_determines_the_widened_operators() -> None:
-    """With the numbers of the paper's own indicator, halved as others are, the Hessian's order is
-    that.
+    """HessianGreedy equals PrecisionRecovery if both use omega of the first format, halved per
+    wider format.
     """
     problem = hybrid("odd")
     part = problem.classes["slow"]
     halving = {
         op: {
-            part.runs(op, fmt): 0.5**at
-            for at, fmt in enumerate(known)
+            part.runs(op, fmt): 0.5**index
+            for index, fmt in enumerate(formats)
             if part.runs(op, fmt) != "fp32"
         }
-        for op, known in part.choices.items()
+        for op, formats in part.choices.items()
     }
-    base = {op: part.omega(op, known[0]) for op, known in part.choices.items()}
-    like = {
+    base = {op: part.omega(op, formats[0]) for op, formats in part.choices.items()}
+    halved = {
         op: {fmt: base[op] * share for fmt, share in shares.items()}
         for op, shares in halving.items()
     }
     same = replace(
         problem,
         classes={
-            n: replace(p, sensitivity=Sensitivity("halved", "", like))
+            n: replace(p, sensitivity=Sensitivity("halved", "", halved))
             for n, p in problem.classes.items()
         },
     )
@@ -79,7 +79,7 @@ def test_order_determines_the_widened_operators() -> None:
 
 
 def test_random_order_depends_on_the_seed() -> None:
-    """One of two equal layers can be in FP32."""
+    """The limit allows FP32 for one of two equal layers."""
     problem = Problem({"t4": sized("perceptron", "t4", 1024)}, Cluster({"t4": ClusterDevice()}))
     narrow, wide = (
         evaluate_plan(problem, problem.uniform(fmt)).seconds for fmt in ("fp16", "fp32")

@@ -1,6 +1,6 @@
-"""Benchmarks of a CPU run with `--quick` and write their rows. Their speed is not tested.
+"""CPU benchmarks run with `--quick` and write rows. Their speed is not tested.
 
-The tier all has one benchmark of each kind, and the tier every all of them.
+Tier `all` runs one benchmark of each kind, tier `every` runs all.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MORE_OF_A_KIND = {
     "two_level_accuracy": "table2",
     "zero_point": "replay_accuracy",
 }
-"""Benchmarks, and of each the one that runs in the tier all for both: plans of models, ranks over
+"""Maps a benchmark to the one of its kind that tier `all` runs. Kinds: plans of models, ranks over
 links, graphs, steps, kernels, replays, and tables of trainings.
 """
 SCRIPTS = {
@@ -94,5 +94,5 @@ def test_runs_quickly(script: str, tmp_path: Path) -> None:
     path, log = tmp_path / "rows.json", tmp_path / "log"
     status = forks.run(ROOT / script, ["--quick", "--json", str(path)], os.environ, log, tmp_path)
     assert status == 0, log.read_text()[-4000:]
-    found = json.loads(path.read_text())
-    assert found["quick"] and found["rows"]
+    report = json.loads(path.read_text())
+    assert report["quick"] and report["rows"]

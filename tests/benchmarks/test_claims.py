@@ -1,4 +1,4 @@
-"""Pages of the papers' claims and mechanisms: current, complete, and with references that exist."""
+"""Pages of the papers' claims and mechanisms: up to date, complete, with existing references."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_states_are_those_of_the_page() -> None:
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: str(claim["id"]))
 def test_verdict_has_evidence(claim: dict[str, Any]) -> None:
-    """A result has a command; each selection is used in the text or is a limit."""
+    """A reproduced or refuted claim has a command; the text uses each selection."""
     if claim["verdict"] in (claims_page.REPRODUCED, claims_page.REFUTED):
         assert claim.get("command")
     for name in claims_page.selections(claim):
@@ -55,7 +55,7 @@ def test_references_exist(row: dict[str, Any]) -> None:
 
 
 def exists(line: str) -> bool:
-    """Return whether a command's script, verb or test exists, or a path."""
+    """Return whether a command's script, verb or test, or a path exists."""
     words = line.split()
     if words[0] == "qsync":
         return words[1] in commands.names()

@@ -1,6 +1,4 @@
-"""The benchmarks of a GPU, as far as they can be run without one, and what make says of a machine
-that has none.
-"""
+"""GPU benchmarks as dry runs on a CPU, and errors of make targets without a GPU."""
 
 from __future__ import annotations
 
@@ -21,12 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def ran(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    # What a worker of xdist tells its own children is not for these.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    # Remove variables that an xdist worker sets for its own children.
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
     return subprocess.run(
         command,
         cwd=ROOT,
-        env=kept | environment,
+        env=variables | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -44,9 +44,7 @@ def test_smoke_reports_a_missing_gpu_before_installing_packages(
 
 
 def test_smoke_lists_the_requirements_of_its_packages(tmp_path: Path) -> None:
-    """It installs them without what they require, as pip would put another numpy in front of the
-    machine's.
-    """
+    """smoke.py installs packages without dependencies: pip would shadow the machine's numpy."""
     site = tmp_path / "site"
     requires = {
         "brought": ("also-brought>1", "nowhere-else>=1.5", "pytest>=1", "if-asked; extra == 'all'",
@@ -75,7 +73,7 @@ def test_smoke_lists_the_requirements_of_its_packages(tmp_path: Path) -> None:
 
 @tiers.ALL
 def test_smoke_runs_on_a_cpu_as_far_as_it_can(tmp_path: Path) -> None:
-    """Every stage is there: what needs a GPU says so, all else runs."""
+    """Stages that need a GPU are skipped; all others run."""
     out = tmp_path / "runs" / "smoke"
     done = ran(sys.executable, "tests/gpu/smoke.py", "--device", "cpu", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -92,7 +90,7 @@ def test_smoke_runs_on_a_cpu_as_far_as_it_can(tmp_path: Path) -> None:
 
 
 def cells_of_the_notebook() -> list[str]:
-    """Returns the text of each cell of code."""
+    """Return the text of each code cell."""
     cells = json.loads((ROOT / "examples" / "gpu.ipynb").read_text())["cells"]
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
@@ -114,7 +112,7 @@ def test_make_reports_a_missing_gpu(target: str) -> None:
 @pytest.mark.parametrize(
     ("name", "only"),
     [
-        # One of kernels and one of steps; the others judge their rows by the same code.
+        # One kernel and one step benchmark; the others evaluate rows by the same code.
         pytest.param("quantize", "int8, ", marks=tiers.EVERY),
         pytest.param("linear", "", marks=tiers.ALL),
         pytest.param("conv", "", marks=tiers.EVERY),
@@ -126,12 +124,12 @@ def test_benchmarks_run_dry(name: str, only: str, tmp_path: Path) -> None:
     line = ["--quick", "--device", "cpu", "--only", only, "--json", str(path)]
     done = ran(sys.executable, f"benchmarks/gpu/{name}.py", *line)
     assert done.returncode == 0, done.stderr
-    found = json.loads(path.read_text())
-    assert found["quick"] and "dry run" in found["environment"]["gpu"]
-    assert not [row for row in found["rows"] if "error" in row], found["rows"]
-    assert [row for row in found["rows"] if "target" in row]
-    # Nothing is met by what was not measured.
-    assert all(row.get("met") is None for row in found["rows"])
+    report = json.loads(path.read_text())
+    assert report["quick"] and "dry run" in report["environment"]["gpu"]
+    assert not [row for row in report["rows"] if "error" in row], report["rows"]
+    assert [row for row in report["rows"] if "target" in row]
+    # A target without a measurement is neither met nor missed.
+    assert all(row.get("met") is None for row in report["rows"])
 
 
 @tiers.ALL

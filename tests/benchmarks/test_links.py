@@ -1,5 +1,5 @@
-"""Slow links on one machine: ranks find each other, a link is as slow as asked, and nothing stays,
-however the process ends.
+"""Slow links on one machine: ranks connect, links have the requested bandwidth, and every kind of
+exit removes the network namespaces.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ def test_ranks_reduce_at_the_requested_bandwidth(ranks: int, rate: str, able: An
         assert left(os.getpid())
     assert ended.codes == (0,) * ranks, ended.printed
     assert not left(os.getpid())
-    # Each sends, and is sent, so many bytes at the least; that it takes longer on a busy machine is
-    # no fault.
+    # Lower bound in seconds for the bytes that each rank sends and receives. A busy machine may
+    # take longer.
     least = 2 * (ranks - 1) / ranks * 4 * values * 8 / able.bits_per_second(rate)
     for printed in ended.printed:
-        total, seconds = printed.splitlines()[-1].split()  # gloo tells whom it has reached before
+        total, seconds = printed.splitlines()[-1].split()  # gloo prints its connections first
         assert int(total) == ranks**2
         assert float(seconds) > 0.8 * least
 
@@ -142,7 +142,7 @@ def test_kill_leaves_no_namespaces(how: signal.Signals, able: Any, tmp_path: Pat
 
 
 def test_next_run_removes_files_of_a_killed_run(able: Any) -> None:
-    """As when its helper was killed with it: a name of a process that is no more."""
+    """The namespace is named after a dead process, as if its helper had been killed too."""
     gone = subprocess.Popen(["true"])
     gone.wait()
     name = f"qsync-links-{gone.pid}-1-0"

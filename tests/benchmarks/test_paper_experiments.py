@@ -1,5 +1,5 @@
-"""Experiments of benchmarks/paper: a pair of ranks in one process, quick runs, resumption, and the
-machine of each row.
+"""Experiments of benchmarks/paper: a pair of ranks in one process, cached runs, figures, trainings
+with codecs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_pair_in_one_process_is_bit_equal_to_two_ranks(tmp_path: Path) -> None:
         forks.start(script, [str(rank), str(tmp_path)], environment, logs[rank]) for rank in (0, 1)
     ]
     assert forks.ended(ranks, 250) == [0, 0], [log.read_text() for log in logs]
-    torch.set_num_threads(1)  # as the ranks: others add up in another order
+    torch.set_num_threads(1)  # as the ranks; the count changes the order of sums
     model = pair_rank.network()
     pair = Pair(model, pair_rank.PLANS, pair_rank.loss_of)
     optimizer = pair_rank.optimizer_of(model)
@@ -50,10 +50,10 @@ def test_pair_in_one_process_is_bit_equal_to_two_ranks(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     for rank, replica in enumerate(pair.replicas):
-        found = torch.load(tmp_path / f"rank{rank}.pt")
-        assert found.keys() == replica.state_dict().keys()
+        state = torch.load(tmp_path / f"rank{rank}.pt")
+        assert state.keys() == replica.state_dict().keys()
         for name, tensor in replica.state_dict().items():
-            assert torch.equal(tensor, found[name]), (rank, name)
+            assert torch.equal(tensor, state[name]), (rank, name)
     first, second = (dict(replica.named_buffers()) for replica in pair.replicas)
     assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"]), (
         "each has statistics of its own"
@@ -73,15 +73,17 @@ def test_plan_of_the_wide_network_covers_the_trained_operators() -> None:
     def look(wide: nn.Module) -> devices.Looked:
         return devices.looked(network(4), wide, step, [batch], [batch[0][:2]], ("second_order",))
 
-    known = look(network(64))
-    assert max(one.numel for one in known.graphs["t4"].parameters) == 8 * 64, (
+    analysis = look(network(64))
+    assert max(parameter.numel for parameter in analysis.graphs["t4"].parameters) == 8 * 64, (
         "what is planned for is wide"
     )
-    disturbed = {
-        name for name, by in known.sensitivities["second_order"].variance.items() if by["int8"] > 0
+    perturbed = {
+        name
+        for name, by in analysis.sensitivities["second_order"].variance.items()
+        if by["int8"] > 0
     }
-    assert len(disturbed) == 2
-    assert set(devices.problem(known, 16).uniform("int8")["t4"]) == disturbed
+    assert len(perturbed) == 2
+    assert set(devices.problem(analysis, 16).uniform("int8")["t4"]) == perturbed
     with pytest.raises(ValueError, match="different operators"):
         look(network(64, nn.Linear(4, 4)))
 
@@ -102,8 +104,8 @@ def test_completed_runs_are_cached_by_their_settings(tmp_path: Path) -> None:
 
 
 def test_timeline_picture_is_proportional_to_time() -> None:
-    asked = fleet("mlp")
-    timeline = PlanEvaluator(asked, asked.uniform("bf16")).timeline
+    problem = fleet("mlp")
+    timeline = PlanEvaluator(problem, problem.uniform("bf16")).timeline
     axes, _ = fig6.draw({"bf16": timeline, "again": timeline}).axes
     bars = list(axes.patches)
     for kind in ("waiting", "sending", "optimizer"):
@@ -125,7 +127,9 @@ def test_texts_are_the_same_each_time_and_none_is_trained_and_tested() -> None:
     assert len(rows) == len(text.PACKAGES) * 8
     assert len(first.test[1]) == len(rows) // 5
     assert set(first.train[1].tolist()) <= set(range(len(text.PACKAGES)))
-    trained, tested = ({tuple(row.tolist()) for row in one[0]} for one in (first.train, first.test))
+    trained, tested = (
+        {tuple(row.tolist()) for row in split[0]} for split in (first.train, first.test)
+    )
     assert not trained & tested
 
 
@@ -146,8 +150,13 @@ def test_table_three_is_on_the_page_once_it_is_measured(
     assert experiment_tables.table3() == "Not measured at size."
     errors = {"cost mapper": (-1.0, 3.0), "dPRO's view": (-9.0, -11.0)}
     repeats = [
-        {"in BF16": {"seconds": 0.5 + at, **{view: each[at] for view, each in errors.items()}}}
-        for at in range(2)
+        {
+            "in BF16": {
+                "seconds": 0.5 + i,
+                **{view: percents[i] for view, percents in errors.items()},
+            }
+        }
+        for i in range(2)
     ]
     write_json(tmp_path / "table3.json", list(table3.rows(repeats)))
     last = experiment_tables.table3().splitlines()[-1]
@@ -156,12 +165,12 @@ def test_table_three_is_on_the_page_once_it_is_measured(
 
 @tiers.ALL
 def test_networks_are_trained_with_codecs_and_fp32(tmp_path: Path) -> None:
-    ways = ("qsgd2", "duo4", "powerSGD_hook")
-    options = [option for way in ways for option in ("--way", way)]
+    methods = ("qsgd2", "duo4", "powerSGD_hook")
+    options = [option for method in methods for option in ("--way", method)]
     rows = rows_of("codec_accuracy", "LSTM", options, tmp_path)
-    assert rows.keys() == {"fp32", *ways}
+    assert rows.keys() == {"fp32", *methods}
     assert rows["fp32"]["points"] == 0.0
-    losses = {way: row["loss"] for way, row in rows.items()}
+    losses = {method: row["loss"] for method, row in rows.items()}
     assert len({loss[0] for loss in losses.values()}) == 1, (
         "all begin with the same weights and batch"
     )
@@ -173,8 +182,8 @@ def test_networks_are_trained_with_codecs_and_fp32(tmp_path: Path) -> None:
 def test_codec_parameters_change_bytes_and_noise(tmp_path: Path) -> None:
     rows = rows_of("codec_parameters", "ResNet", [], tmp_path)
     assert rows.keys() == {"fp32", *codec_parameters.CODECS}
-    sent = {way: row["sent"] for way, row in rows.items() if way != "fp32"}
-    noise = {way: row["noise"] for way, row in rows.items() if way != "fp32"}
+    sent = {method: row["sent"] for method, row in rows.items() if method != "fp32"}
+    noise = {method: row["noise"] for method, row in rows.items() if method != "fp32"}
     assert sent["qsgd4, 8192"] < sent["qsgd4, 512"]
     assert sent["1bit*, 512"] < sent["1bit*, 64"]
     assert noise["qsgd4, 512, 2-norm"] > noise["qsgd4, 512"]
@@ -203,8 +212,8 @@ def test_levels_at_powers_of_two_are_rounded_to_without_bias(size: int) -> None:
         codec.decode(wire, decoded)
         mean += decoded / draws
     scale = values[:512].abs().max()
-    found = decoded[:512].abs() / scale if scale else decoded[:512]
-    assert torch.isclose(found[:, None], levels).any(1).all()
+    magnitudes = decoded[:512].abs() / scale if scale else decoded[:512]
+    assert torch.isclose(magnitudes[:, None], levels).any(1).all()
     # The standard deviation of a value is at most half the largest distance of two levels.
     assert (mean - values).abs().max() < 6 * 0.25 * values.abs().max() / draws**0.5 + 1e-6
     codec.decode(wire, decoded, add=True)

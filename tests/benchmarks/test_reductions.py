@@ -1,4 +1,4 @@
-"""Reductions over the process group of several ranks, printed by one of them."""
+"""Reductions over the process group of several ranks, printed by one rank."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def test_several_ranks_average_gradients_over_their_group() -> None:
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, timeout=200
     )
-    found = {row["method"]: row for row in json.loads(done.stdout[done.stdout.index("[\n") :])}
-    assert list(found) == ["torch fp32", "torch fp16", "qsgd8", "aqgb", "aqgb16"]
-    assert all(row["seconds"] > 0 and row["to_plain"] > 0 for row in found.values())
-    assert found["torch fp32"]["to_plain"] == found["torch fp16"]["to_half"] == 1
+    rows = {row["method"]: row for row in json.loads(done.stdout[done.stdout.index("[\n") :])}
+    assert list(rows) == ["torch fp32", "torch fp16", "qsgd8", "aqgb", "aqgb16"]
+    assert all(row["seconds"] > 0 and row["to_plain"] > 0 for row in rows.values())
+    assert rows["torch fp32"]["to_plain"] == rows["torch fp16"]["to_half"] == 1
     size = 2**19
-    # In two phases each rank sends two thirds of it twice, in one exchange all of it to both
-    # others.
-    assert size / 4 * 4 / 3 < found["qsgd8"]["wire"] < 1.03 * size / 4 * 4 / 3 * 8.0625 / 8
-    assert size < found["aqgb16"]["wire"] < 1.03 * size
-    assert 0.375 * 2 * size < found["aqgb"]["wire"] < 1.03 * 2 * size
+    # Of 3 ranks, each sends 2/3 of its buffer in reduce-scatter and again in all-gather. In a
+    # single exchange it sends all of it to both others.
+    assert size / 4 * 4 / 3 < rows["qsgd8"]["wire"] < 1.03 * size / 4 * 4 / 3 * 8.0625 / 8
+    assert size < rows["aqgb16"]["wire"] < 1.03 * size
+    assert 0.375 * 2 * size < rows["aqgb"]["wire"] < 1.03 * 2 * size
     assert all(
-        row["wire"] <= 1.03 * row["theory"] for row in found.values() if row["wire"] is not None
+        row["wire"] <= 1.03 * row["theory"] for row in rows.values() if row["wire"] is not None
     )

@@ -1,4 +1,4 @@
-"""Where commands run: a folder of their own, with models in it that the command line names."""
+"""Working directory of command line tests, with modules whose models the commands load."""
 
 from __future__ import annotations
 

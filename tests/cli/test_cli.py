@@ -1,4 +1,4 @@
-"""The command line: what it prints."""
+"""Output of the command line."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_operators_of_one_kind(kind: Kind, capsys: pytest.CaptureFixture[str]) -
     table = capsys.readouterr().out
     assert {line.split()[1] for line in table.splitlines() if "/" in line} <= {kind}
     assert run("inspect", "models_of_test:small", "--kind", kind, "--json") == 0
-    found = [operator["kind"] for operator in json.loads(capsys.readouterr().out)["operators"]]
-    assert found == [kind] * {"adjustable": 2, "dependent": 3, "fixed": 0}[kind]
-    assert f"{len(found)} of 5 operators are {kind} and shown" in table
+    kinds = [operator["kind"] for operator in json.loads(capsys.readouterr().out)["operators"]]
+    assert kinds == [kind] * {"adjustable": 2, "dependent": 3, "fixed": 0}[kind]
+    assert f"{len(kinds)} of 5 operators are {kind} and shown" in table
     assert "2 adjustable operators: 2 in" in table, "the notes are about the whole model"
 
 
@@ -90,8 +90,8 @@ def test_a_graph_is_not_cut_down_to_a_kind(capsys: pytest.CaptureFixture[str]) -
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("inspect", "models_of_test:Factory.make", "--json", "--precision", "fp32") == 0
-    found = json.loads(capsys.readouterr().out)
-    operators = {operator["id"]: operator for operator in found["operators"]}
+    result = json.loads(capsys.readouterr().out)
+    operators = {operator["id"]: operator for operator in result["operators"]}
     body = operators["body/linear"]
     assert (body["kind"], body["planned"], body["precision"], body["output"]) == (
         "adjustable",
@@ -105,10 +105,10 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         body["source"]["code"] == "return self.head(self.dropout(torch.relu(self.body(x)))) * scale"
     )
     assert body["source"]["file"].endswith("models_of_test.py")
-    assert found["graphs"] == 1
-    assert found["breaks"] == []
-    assert found["device"] == "cpu"
-    assert {"normalize", "assign", "lower"} <= {step["name"] for step in found["passes"]}
+    assert result["graphs"] == 1
+    assert result["breaks"] == []
+    assert result["device"] == "cpu"
+    assert {"normalize", "assign", "lower"} <= {step["name"] for step in result["passes"]}
 
 
 def test_graph_after_a_pass_and_diff(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,9 +148,7 @@ def test_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_mode(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rounding is stochastic in training alone, and what --train and --eval say goes before what
-    the function returns.
-    """
+    """Rounding is stochastic only in training; --train and --eval override the model's mode."""
     modes = {
         ("models_of_test:small", "--eval"): "nearest",
         ("models_of_test:evaluated", "--train"): "stochastic",
@@ -216,18 +214,18 @@ def test_columns_sets_the_width_of_a_table_in_a_pipe(
 ) -> None:
     arguments = ("inspect", "models_of_test:small", "--precision", "int8")
     assert run(*arguments) == 0
-    whole = capsys.readouterr().out
-    assert max(map(len, whole.splitlines())) > 130
-    for nothing_said in ("", "0", "-80", "eighty", "8e1"):
-        monkeypatch.setenv("COLUMNS", nothing_said)
+    unlimited = capsys.readouterr().out
+    assert max(map(len, unlimited.splitlines())) > 130
+    for invalid in ("", "0", "-80", "eighty", "8e1"):
+        monkeypatch.setenv("COLUMNS", invalid)
         assert run(*arguments) == 0
-        assert capsys.readouterr().out == whole
+        assert capsys.readouterr().out == unlimited
     monkeypatch.setenv("COLUMNS", "80")
     assert run(*arguments) == 0
     table = capsys.readouterr().out
     fits(table)
-    at = next(line.index("reason") for line in table.splitlines() if "reason" in line)
-    rows = " ".join(line[at:] for line in table.splitlines())
+    column = next(line.index("reason") for line in table.splitlines() if "reason" in line)
+    rows = " ".join(line[column:] for line in table.splitlines())
     assert "an activation function: it takes the precision of its inputs" in " ".join(
         rows.split()
     ), "reasons wrap"
@@ -267,9 +265,7 @@ def _read(handle: int) -> bytes:
 
 @tiers.ALL
 def test_closed_pipe_ends_the_command_without_an_error(folder: Path) -> None:
-    """The other end of the pipe is closed before anything is written; no traceback and no second
-    complaint at exit.
-    """
+    """The read end is closed before the first write; no traceback and no second error at exit."""
     command = [sys.executable, "-m", "qsync_fx.cli", "inspect", "models_of_test:small", "--json"]
     read_end, write_end = os.pipe()
     os.close(read_end)

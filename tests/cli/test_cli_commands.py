@@ -1,6 +1,4 @@
-"""Verbs of the command line: found by their files, with one set of arguments for models, and
-imported when they are asked for.
-"""
+"""CLI verbs: discovery by file, shared model arguments, and lazy imports."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def loud():
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, to be in; with a cache of its own."""
+    """Working directory with a model and an empty cache."""
     (tmp_path / "model_of_commands.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -42,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_file_is_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    files = [found.name for found in pkgutil.iter_modules(commands.__path__)]
+    files = [module.name for module in pkgutil.iter_modules(commands.__path__)]
     assert commands.names()[: len(files)] == files
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -77,9 +75,7 @@ def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
 
 
 def options_of(command: Command) -> dict[str, str | None]:
-    """Returns the flags of the groups that say what a model is and how it is trained, with their
-    help.
-    """
+    """Return the flags of the model and backend option groups, with their help."""
     parser = argparse.ArgumentParser()
     assert command.arguments is not None
     command.arguments(parser)
@@ -97,13 +93,13 @@ def options_of(command: Command) -> dict[str, str | None]:
 
 
 def test_verbs_share_the_model_arguments() -> None:
-    told = options_of(tune.COMMAND)
-    assert options_of(inspect.COMMAND).keys() == told.keys() | {"--train", "--eval", "--target"}
-    assert options_of(kernels.BUILD).items() - told.items() == {
+    flags = options_of(tune.COMMAND)
+    assert options_of(inspect.COMMAND).keys() == flags.keys() | {"--train", "--eval", "--target"}
+    assert options_of(kernels.BUILD).items() - flags.items() == {
         ("--model", "function that returns (model, args) or (model, args, kwargs)")
     }
-    # A new option of the backend is a new argument of each.
-    assert {model_args.flag(name) for name in DOCUMENTED} - told.keys() == {
+    # Each verb has an argument for every backend option, except these.
+    assert {model_args.flag(name) for name in DOCUMENTED} - flags.keys() == {
         "--cached-plan",
         "--inner-backend",
         "--strict",
@@ -168,9 +164,9 @@ def test_invalid_model_reference_is_reported(
     flags: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["kernels", "build", "--arch", "sm_80", *flags.split()]) == 2
-    said = capsys.readouterr().err
-    assert "the option requires a model" in said
-    assert f"where: {flags.split()[0]}\n" in said
+    error = capsys.readouterr().err
+    assert "the option requires a model" in error
+    assert f"where: {flags.split()[0]}\n" in error
 
 
 def test_a_command_runs_or_has_actions() -> None:
@@ -186,11 +182,11 @@ def test_text_with_percent_signs_is_text(
     odd = Command("100 % and %(prog)s", print, about="50 % of %d", examples="5 %s")
     monkeypatch.setattr(commands, "load", lambda name: odd)
     for line in (["--help"], ["doctor", "--help"]):
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as raised:
             main(line)
-        assert left.value.code == 0
-    said = capsys.readouterr().out
-    assert all(text in said for text in ("100 % and %(prog)s", "50 % of %d", "5 %s"))
+        assert raised.value.code == 0
+    output = capsys.readouterr().out
+    assert all(text in output for text in ("100 % and %(prog)s", "50 % of %d", "5 %s"))
 
 
 def test_tables_print_their_cells_unchanged(
@@ -212,7 +208,7 @@ def test_tables_print_their_cells_unchanged(
 
 
 def test_unread_pipe_prints_no_error(tmp_path: Path) -> None:
-    """Of the list of commands neither, which argparse prints."""
+    """argparse prints the list of commands."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "qsync_fx.cli", "--help"]

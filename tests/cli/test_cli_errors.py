@@ -1,6 +1,4 @@
-"""How the command line fails: arguments, references and files that are wrong, and what comes
-through.
-"""
+"""Command line errors: invalid arguments, model references and files, and user exceptions."""
 
 from __future__ import annotations
 
@@ -208,5 +206,5 @@ def test_unwritable_output_is_reported_before_any_work(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "missing" / "front.svg"
-    said = "\n".join(fails(capsys, *arguments, str(path)))
-    assert "cannot be written: No such file or directory" in said and str(path) in said
+    error = "\n".join(fails(capsys, *arguments, str(path)))
+    assert "cannot be written: No such file or directory" in error and str(path) in error

@@ -1,4 +1,4 @@
-"""Standard output that is full or whose reader has gone, and errors of the user's own files."""
+"""Full and closed standard output of the command line, and `OSError` of user code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("arguments", ["--version", "doctor"])
 def test_full_standard_output_is_an_error(arguments: str, folder: Path) -> None:
     command = [sys.executable, "-m", "qsync_fx.cli", arguments]
-    # argparse ignores errors of writes that are not buffered.
+    # argparse ignores errors of unbuffered writes.
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         result = subprocess.run(
@@ -34,7 +34,7 @@ def test_full_standard_output_is_an_error(arguments: str, folder: Path) -> None:
 
 
 def test_os_error_of_user_code_is_not_caught(folder: Path) -> None:
-    """It is an `OSError`, too, but not of standard output."""
+    """`FileNotFoundError` is an `OSError`, but not of standard output."""
     (folder / "reads_a_file.py").write_text("open('missing.csv')\n")
     with pytest.raises(FileNotFoundError) as caught:
         run("inspect", "reads_a_file:small")
@@ -45,7 +45,7 @@ def test_a_closed_pipe_ends_help_as_it_ends_results(folder: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "qsync_fx.cli", "--help"]
-    # argparse ignores errors of writes that are not buffered.
+    # argparse ignores errors of unbuffered writes.
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     try:
         result = subprocess.run(

@@ -1,4 +1,4 @@
-"""`qsync comm`: how fast codecs are on this processor."""
+"""`qsync comm`: codec benchmarks on this CPU and predicted step times with compression."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qsync_fx.cli import main
 
 
 def test_bench_reports_codec_speed_relative_to_memcpy(capsys: pytest.CaptureFixture[str]) -> None:
-    how = [
+    arguments = [
         "comm",
         "bench",
         "--megabytes",
@@ -23,7 +23,7 @@ def test_bench_reports_codec_speed_relative_to_memcpy(capsys: pytest.CaptureFixt
         "--codec",
         "1bit*",
     ]
-    assert main(how) == 0
+    assert main(arguments) == 0
     printed = capsys.readouterr().out.splitlines()
     assert (
         printed[0].startswith("0.5 MiB of FP32 gradients, 1 thread, ")
@@ -31,16 +31,16 @@ def test_bench_reports_codec_speed_relative_to_memcpy(capsys: pytest.CaptureFixt
     )
     assert printed[2].split()[:1] == ["codec"]
     assert [line.split()[:2] for line in printed[3:]] == [["qsgd8", "8.062"], ["1bit*", "2.000"]]
-    assert main([*how[:-4], "--codec", "aqgb"]) == 0
+    assert main([*arguments[:-4], "--codec", "aqgb"]) == 0
     assert (
         capsys.readouterr().out.splitlines()[-1]
         == "aqgb chooses its levels during training; here it sends all bits, as aqgb32 does."
     )
-    assert main([*how, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["codec"] for row in found] == ["qsgd8", "1bit*"]
+    assert main([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["codec"] for row in rows] == ["qsgd8", "1bit*"]
     assert all(
-        row[kind] > 0 for row in found for kind in ("encode", "decode", "copy", "encode_to_copy")
+        row[kind] > 0 for row in rows for kind in ("encode", "decode", "copy", "encode_to_copy")
     )
 
 
@@ -73,19 +73,19 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_predict_recommends_the_fastest_codec(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    how = ["comm", "predict", model, "--gpus", "16"]
-    assert main([*how, "--bandwidth", "1gbit"]) == 0
-    told = capsys.readouterr().out
-    assert "on 16 devices: NVIDIA T4" in told
-    assert "links of 1 Gbit/s" in told
-    assert " pays: " in told
-    assert "Do not compress" not in told
-    assert main([*how, "--bandwidth", "1gbit", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    rows = {row["codec"]: row for row in found["codecs"]}
-    assert found["best"] in rows
+    arguments = ["comm", "predict", model, "--gpus", "16"]
+    assert main([*arguments, "--bandwidth", "1gbit"]) == 0
+    output = capsys.readouterr().out
+    assert "on 16 devices: NVIDIA T4" in output
+    assert "links of 1 Gbit/s" in output
+    assert " pays: " in output
+    assert "Do not compress" not in output
+    assert main([*arguments, "--bandwidth", "1gbit", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    rows = {row["codec"]: row for row in result["codecs"]}
+    assert result["best"] in rows
     assert (
-        rows[found["best"]]["seconds"]
+        rows[result["best"]]["seconds"]
         == min(row["seconds"] for row in rows.values())
         < rows["none"]["seconds"]
     )
@@ -97,7 +97,7 @@ def test_predict_recommends_the_fastest_codec(
 
 
 def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    how = [
+    arguments = [
         "comm",
         "predict",
         model,
@@ -110,22 +110,24 @@ def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> 
         "--codec",
         "fp16",
     ]
-    nodes = [*how, "--gpus-per-node", "4", "--inside", "100gbit"]
+    nodes = [*arguments, "--gpus-per-node", "4", "--inside", "100gbit"]
     assert main(nodes) == 0
-    told = capsys.readouterr().out
-    assert "links of 1 Gbit/s between nodes of 4, 100 Gbit/s inside" in told
-    assert "sent by a node" in told
-    assert "compress(..., hierarchical=True)" in " ".join(told.split())
+    output = capsys.readouterr().out
+    assert "links of 1 Gbit/s between nodes of 4, 100 Gbit/s inside" in output
+    assert "sent by a node" in output
+    assert "compress(..., hierarchical=True)" in " ".join(output.split())
     assert main([*nodes, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["ranks_a_node"], found["bits_a_second_inside"]) == (4, 1e11)
-    assert found["transport"] == "collective" and "to the host" not in found["rates"]
+    result = json.loads(capsys.readouterr().out)
+    assert (result["ranks_a_node"], result["bits_a_second_inside"]) == (4, 1e11)
+    assert result["transport"] == "collective" and "to the host" not in result["rates"]
     assert main([*nodes, "--json", "--transport", "point_to_point"]) == 0
     by_host = json.loads(capsys.readouterr().out)
     assert "to the host" in by_host["rates"]
-    pairs = zip(found["codecs"], by_host["codecs"], strict=True)
-    assert all(here["coding"] < there["coding"] for here, there in [*pairs][1:]), "no copies"
-    rows = {row["codec"]: row for row in found["codecs"]}
+    pairs = zip(result["codecs"], by_host["codecs"], strict=True)
+    assert all(
+        device_row["coding"] < host_row["coding"] for device_row, host_row in [*pairs][1:]
+    ), "no copies"
+    rows = {row["codec"]: row for row in result["codecs"]}
     values = 2 * 512 * 2048 + 2048 + 512
     assert rows["none"]["bytes"] == rows["none"]["bytes_inside"] == pytest.approx(1.5 * 4 * values)
     assert rows["qsgd8"]["bytes"] == pytest.approx(rows["none"]["bytes"] * 8.0625 / 32, rel=0.01)
@@ -149,7 +151,7 @@ def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> 
         (["--transport", "collectiv"], "did you mean 'collective'?"),
         (["--codec", "qsgd8/qsgd4"], "has a codec inside nodes, but each device is a node"),
     ):
-        assert main([*how, *wrong]) == 2
+        assert main([*arguments, *wrong]) == 2
         assert text in capsys.readouterr().err
 
 
@@ -162,9 +164,9 @@ def test_predict_recommends_no_compression_without_a_gain(
         )
         == 0
     )
-    told = capsys.readouterr().out
-    assert "Do not compress: no codec shortens a step." in told
-    assert "A codec would pay below" in told
+    output = capsys.readouterr().out
+    assert "Do not compress: no codec shortens a step." in output
+    assert "A codec would pay below" in output
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Doctor says what is there, for machines that this one is not, too."""
+"""`qsync doctor`: reported hardware, formats and tools, also with a sample cpuinfo and stubs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shown(table: Table, width: int = 400) -> str:
 
 
 def machine_row(name: str) -> str:
-    """Returns the row of a tool, without its name."""
+    """Return the table row of a tool, without the tool's name."""
     lines = shown(home.machine_table()).splitlines()
     return next(line for line in lines if line.startswith(f"{name} ")).removeprefix(name).strip()
 

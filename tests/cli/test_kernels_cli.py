@@ -1,6 +1,6 @@
-"""`qsync kernels`: what it prints and keeps, and how it fails.
+"""`qsync kernels`: output, cache contents and errors.
 
-Kernels are compiled by the real nvcc where there is one.
+Kernels are compiled by the installed nvcc, if any.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ needs_nvcc = pytest.mark.skipif(
 
 
 def run(*arguments: str) -> int:
-    """Runs `qsync kernels` in this process; argparse leaves by SystemExit."""
+    """Run `qsync kernels` in this process; argparse raises SystemExit."""
     try:
         return main(("kernels", *arguments))
-    except SystemExit as left:
-        return left.code if isinstance(left.code, int) else -1
+    except SystemExit as exit_error:
+        return exit_error.code if isinstance(exit_error.code, int) else -1
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with two libraries."""
+    """Cache with two libraries."""
     return cache_of(tmp_path_factory, small_unit("first"), small_unit("second"))
 
 
 @pytest.fixture
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, and a folder with a model to be in."""
+    """Empty cache, in a working directory with a model."""
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -72,7 +72,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def full(built: Path, empty: Path) -> Path:
-    """A cache with two libraries, one compiled ten days ago."""
+    """Cache with two libraries, the first of them compiled ten days ago."""
     shutil.copytree(built, empty)
     (old,) = (entry for entry in found(empty) if entry.manifest.name == "first")
     path = old.folder / library.FILE
@@ -103,21 +103,21 @@ def test_build_compiles_kernels_of_a_model_for_another_machine(
 ) -> None:
     arguments = "build --arch sm_80 --model model_of_kernels_test:tiny --precision int8 --no-skip-unprofitable --output carried".split()
     assert run(*arguments) == 0
-    said = capsys.readouterr()
-    made = [
+    captured = capsys.readouterr()
+    built_entries = [
         entry
         for entry in kernel_cache.entries(Path("carried"))
         if isinstance(entry, kernel_cache.CacheEntry)
     ]
-    # The product itself, what quantizes its operands, and a copy in another order.
-    names = sorted(entry.manifest.name.split("_sm_80")[0] for entry in made)
+    # The GEMM, the quantization of its operands, and a transposing copy.
+    names = sorted(entry.manifest.name.split("_sm_80")[0] for entry in built_entries)
     assert names == ["copy", "gemm", "quantize"]
-    assert all(entry.manifest.name in said.out for entry in made)
-    assert f"3 kernels for sm_80 in {Path('carried').absolute()}" in said.err
+    assert all(entry.manifest.name in captured.out for entry in built_entries)
+    assert f"3 kernels for sm_80 in {Path('carried').absolute()}" in captured.err
     assert not empty.exists(), "the cache has no part in it"
 
     assert run(*arguments) == 0
-    assert [kernel_cache.read(entry.folder) for entry in made] == made, (
+    assert [kernel_cache.read(entry.folder) for entry in built_entries] == built_entries, (
         "what is there is not compiled again"
     )
 
@@ -127,7 +127,7 @@ def test_build_compiles_kernels_of_a_model_for_another_machine(
     without_output = arguments[:-2]
     assert run(*without_output) == 0
     listed = capsys.readouterr().out
-    assert all(entry.manifest.name in listed for entry in made)
+    assert all(entry.manifest.name in listed for entry in built_entries)
     assert run(*without_output, "--output", "elsewhere") == 2
     assert "QSYNC_NVCC=/nowhere/nvcc" in capsys.readouterr().err
 
@@ -162,10 +162,10 @@ def test_invalid_arguments_are_reported(
     if "--jobs" in arguments and not has_nvcc():
         pytest.skip("no nvcc")
     assert run("build", *arguments.split()) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("qsync: ")
+    error = capsys.readouterr().err
+    assert error.startswith("qsync: ")
     for word in WRONG[arguments]:
-        assert word in said
+        assert word in error
 
 
 def test_without_a_compiler(
@@ -185,9 +185,9 @@ def test_without_a_compiler(
         )
         == 2
     )
-    said = capsys.readouterr().err
-    assert "QSYNC_NVCC=/nowhere/nvcc" in said
-    assert "do:" in said
+    error = capsys.readouterr().err
+    assert "QSYNC_NVCC=/nowhere/nvcc" in error
+    assert "do:" in error
 
 
 # list
@@ -195,8 +195,8 @@ def test_without_a_compiler(
 
 def test_an_empty_cache(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list") == 0
-    said = capsys.readouterr()
-    assert (said.out, f"no kernels in {empty / 'kernels'}" in said.err) == ("", True)
+    captured = capsys.readouterr()
+    assert (captured.out, f"no kernels in {empty / 'kernels'}" in captured.err) == ("", True)
     assert run("list", "--json") == 0
     assert json.loads(capsys.readouterr().out) == []
     assert run("clear") == 0

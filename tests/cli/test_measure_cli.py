@@ -1,6 +1,4 @@
-"""`qsync measure`: what it prints and writes, and what it says of arguments that do not go
-together.
-"""
+"""`qsync measure`: output, profiles that it writes, and errors for conflicting arguments."""
 
 from __future__ import annotations
 
@@ -61,9 +59,9 @@ def test_written_profile_can_be_replayed(
 
 def test_as_json_it_is_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["measure", "measured_nets:linear", *QUICK, "--optimizer", "none", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["format"] == "qsync-profile" and found["optimizer"] == ""
-    assert [operator["operator"] for operator in found["runs"][0]["operators"]] == ["/linear"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["format"] == "qsync-profile" and result["optimizer"] == ""
+    assert [operator["operator"] for operator in result["runs"][0]["operators"]] == ["/linear"]
 
 
 def test_plan_recalibrates_an_existing_profile(
@@ -78,15 +76,18 @@ def test_plan_recalibrates_an_existing_profile(
     before = Profile.load(first)
     capsys.readouterr()
     assert main([*model, "--plan", str(plan), "--profile", str(first), "--output", str(other)]) == 0
-    # The plan, and the profile's own beside it.
+    # The given plan and the plan of the profile.
     assert "under 2 plans:" in (printed := capsys.readouterr().err) and f"wrote {other}" in printed
     assert Profile.load(first) == before
-    found = Profile.load(other)
-    assert found.runs[:1] == before.runs and [run.planned for run in found.runs] == [False, True]
+    recalibrated = Profile.load(other)
+    assert recalibrated.runs[:1] == before.runs and [run.planned for run in recalibrated.runs] == [
+        False,
+        True,
+    ]
     assert main([*model, "--plan", str(plan), "--profile", str(first)]) == 0
     assert f"wrote {first}" in capsys.readouterr().err
     assert [run.planned for run in Profile.load(first).runs] == [False, True]
-    for more, says in (
+    for more, message in (
         (["--profile", str(first)], "and there is none"),
         (
             ["--profile", str(first), "--plan", str(plan), "--sensitivity", "paper"],
@@ -99,14 +100,14 @@ def test_plan_recalibrates_an_existing_profile(
         (["--profile", str(tmp_path / "nowhere.json"), "--plan", str(plan)], "cannot be read"),
     ):
         assert main([*model, *more]) == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_profile_is_saved_in_the_cache_of_torch_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "cache"))
-    how = [
+    options = [
         "--precisions",
         "fp32,bf16",
         "--repeats",
@@ -116,7 +117,7 @@ def test_profile_is_saved_in_the_cache_of_torch_compile(
         "--sensitivity",
         "paper",
     ]
-    assert main(["measure", "measured_nets:linear", *how, "--cache"]) == 0
+    assert main(["measure", "measured_nets:linear", *options, "--cache"]) == 0
     (plan,) = (tmp_path / "cache" / "profiles").glob("*/*.plan.json")
     profile = plan.with_name(plan.name.replace(".plan", ""))
     assert f"wrote {profile}" in capsys.readouterr().err
@@ -127,8 +128,8 @@ def test_a_device_of_the_catalog_has_a_profile_to_replay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, plan = tmp_path / "t4.json", tmp_path / "plan.json"
-    asked = ["measure", "measured_nets:linear", "--device", "t4", "--precisions", "fp32,fp16"]
-    assert main([*asked, "--optimizer", "sgd", "--output", str(out)]) == 0
+    arguments = ["measure", "measured_nets:linear", "--device", "t4", "--precisions", "fp32,fp16"]
+    assert main([*arguments, "--optimizer", "sgd", "--output", str(out)]) == 0
     printed = capsys.readouterr()
     assert (
         "NVIDIA T4, predicted" in printed.out
@@ -144,7 +145,7 @@ def test_a_device_of_the_catalog_has_a_profile_to_replay(
     Plan.uniform("fp16").save(plan)
     assert main(["replay", str(plan), "--profile", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["devices"][0]["name"] == "t4"
-    assert main([*asked, "--json"]) == 0
+    assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["optimizer"] == "AdamW"
 
 

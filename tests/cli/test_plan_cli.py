@@ -1,6 +1,4 @@
-"""`qsync plan`: plans from files and models, what it says of them, and of arguments that do not go
-together.
-"""
+"""`qsync plan`: plans from files and models, output, and errors for conflicting arguments."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ FLEET = (
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the profile of a model on a T4, a cluster of it and of one that is half as
-    fast, and the sensitivity.
-    """
+    """Folder with a T4 profile, the sensitivity, and a cluster of a T4 and a T4 at half speed."""
     folder = tmp_path_factory.mktemp("plans")
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -50,10 +46,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     x, formats = torch.randn(512, 1024), ("fp32", "fp16")
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     qsync_fx.catalog_profile("t4", model, step, x, formats, optimizer).save(folder / "t4.json")
-    found = qsync_fx.sensitivity(
+    sensitivity = qsync_fx.sensitivity(
         model, step, [x], precisions=["fp16"], steps=2, options={"target": "t4"}
     )
-    found.save(folder / "sensitivity.json")
+    sensitivity.save(folder / "sensitivity.json")
     links = "[network]\nbandwidth = 1e10\nlatency = 1e-5\n"
     both = (
         "[devices.a]\nprofile = 't4.json'\nbatch = 512\n[devices.b]\nprofile = 't4.json'\n"
@@ -75,7 +71,7 @@ def planned(files: Path, *more: str) -> list[str]:
 
 
 def placed(folder: Path, monkeypatch: pytest.MonkeyPatch, **modules: str) -> None:
-    """Makes a folder with these modules the current one, in which models are found."""
+    """Write modules to a folder, and make it the working directory and importable."""
     for name, text in modules.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.chdir(folder)
@@ -96,29 +92,29 @@ def test_a_plan_for_a_cluster(
     plan = ClusterPlan.load(out)
     assert set(plan.classes) == {"a", "b"}
     assert main(planned(files, "--json")) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found["plans"]["a"].values()) == {"fp32"}
-    assert "fp16" in found["plans"]["b"].values()
-    assert found["fits"] and found["classes"]["b"]["computing"] > 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["plans"]["a"].values()) == {"fp32"}
+    assert "fp16" in result["plans"]["b"].values()
+    assert result["fits"] and result["classes"]["b"]["computing"] > 0
 
 
 def test_a_cluster_of_the_paper_by_its_name(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profiles = [f"--profile={name}={files}/t4.json" for name in ("v100", "t4")]
-    given = [*profiles, "--sensitivity", f"{files}/sensitivity.json", "--json"]
-    found = {}
+    arguments = [*profiles, "--sensitivity", f"{files}/sensitivity.json", "--json"]
+    results = {}
     for name in ("cluster-a", "cluster-b"):
-        assert main(["plan", "--cluster", name, *given]) == 0
-        found[name] = json.loads(capsys.readouterr().out)
+        assert main(["plan", "--cluster", name, *arguments]) == 0
+        results[name] = json.loads(capsys.readouterr().out)
     memory = {
-        name: [one["classes"][device]["memory"] for device in ("v100", "t4")]
-        for name, one in found.items()
+        name: [result["classes"][device]["memory"] for device in ("v100", "t4")]
+        for name, result in results.items()
     }
     t4 = qsync_fx.devices.get("t4").memory.bytes
     assert memory == {"cluster-a": [None, None], "cluster-b": [None, pytest.approx(0.3 * t4)]}
-    assert found["cluster-a"]["fits"]
-    assert main(["plan", "--cluster", "cluster-c", *given]) == 2
+    assert results["cluster-a"]["fits"]
+    assert main(["plan", "--cluster", "cluster-c", *arguments]) == 2
     assert "did you mean 'cluster-b'? known: cluster-a, cluster-b" in capsys.readouterr().err
 
 
@@ -126,7 +122,7 @@ def test_plan_command_runs_the_requested_analyses(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    asked = [
+    options = [
         "--compare",
         "--explain",
         "0/linear",
@@ -136,7 +132,7 @@ def test_plan_command_runs_the_requested_analyses(
         "2/linear=fp32",
         "--pareto",
     ]
-    assert main(planned(files, *asked, "--points", "3", "-o", str(out))) == 0
+    assert main(planned(files, *options, "--points", "3", "-o", str(out))) == 0
     printed = capsys.readouterr()
     for part in (
         "paper",
@@ -150,23 +146,23 @@ def test_plan_command_runs_the_requested_analyses(
     assert formats(ClusterPlan.load(out).classes["b"]) == {"fp32"}
     assert main(planned(files, "--pareto", "--points", "2")) == 0
     assert "uniform fp32" in capsys.readouterr().out
-    assert main(planned(files, *asked, "--points", "3", "--json")) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {step["format"] for step in found["explain"][0]} == {"fp16", "fp32"}
-    assert found["changed"]["exceeds"]["seconds"] > 0
-    assert {one["allocator"] for one in found["compared"]} >= {
+    assert main(planned(files, *options, "--points", "3", "--json")) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {step["format"] for step in result["explain"][0]} == {"fp16", "fp32"}
+    assert result["changed"]["exceeds"]["seconds"] > 0
+    assert {row["allocator"] for row in result["compared"]} >= {
         "milp",
         "paper",
         "uniform-fp16",
     }
-    assert len(found["pareto"]["points"]) >= 2
+    assert len(result["pareto"]["points"]) >= 2
 
 
 @pytest.mark.parametrize("name", ["paper", "uniform"])
 def test_other_allocators(files: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(planned(files, "--allocator", name, "--json")) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["allocator"] == name and found["fits"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["allocator"] == name and result["fits"]
 
 
 def test_one_device(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,8 +200,8 @@ def test_patterns_select_operators_as_in_plans(
         "0/linear",
     ]
     assert main(planned(files, *both, "--device", "b", "-o", str(out), "--json")) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [steps[0]["operator"] for steps in found["explain"]] == ["0/linear", "2/linear"], (
+    result = json.loads(capsys.readouterr().out)
+    assert [steps[0]["operator"] for steps in result["explain"]] == ["0/linear", "2/linear"], (
         "each once"
     )
     plan = ClusterPlan.load(out).classes["b"]
@@ -213,12 +209,12 @@ def test_patterns_select_operators_as_in_plans(
         "0/linear": "fp16",
         "2/linear": "fp32",
     }
-    for more, what in (
+    for more, message in (
         (["--set", "encoder.*=fp32"], "that a plan decides on"),
         (["--explain", "[0"], "[0"),
     ):
         assert main(planned(files, *more, "--device", "b")) == 2
-        assert what in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 NET = """
@@ -234,14 +230,14 @@ def test_a_model_alone_is_measured_and_its_plan_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placed(tmp_path, monkeypatch, net_at_hand=NET)
-    how = ["net_at_hand:linear", "--precisions", "fp32,bf16", "--optimizer", "sgd"]
-    assert main(["plan", *how, "--repeats", "2", "-o", "plan.json"]) == 0
+    arguments = ["net_at_hand:linear", "--precisions", "fp32,bf16", "--optimizer", "sgd"]
+    assert main(["plan", *arguments, "--repeats", "2", "-o", "plan.json"]) == 0
     printed = capsys.readouterr().out
     assert "cpu ran " in printed and "in round 1 of " in printed and " measured (" in printed
     plan = Plan.load("plan.json")
     assert list(map(str, plan.operators)) == ["/linear"] and int(plan.notes["plans measured"]) <= 2
     assert float(plan.notes["seconds measured"]) > 0
-    assert main(["measure", *how, "--repeats", "2", "--output", "cpu.json"]) == 0
+    assert main(["measure", *arguments, "--repeats", "2", "--output", "cpu.json"]) == 0
     capsys.readouterr()
     for more in (["net_at_hand:linear", "--repeats", "0"], []):
         assert main(["plan", *more, "--profile", "cpu.json", "--json"]) == 0
@@ -262,12 +258,19 @@ def test_infeasible_memory_is_reported_before_sensitivities_are_computed(
         raise AssertionError("minutes are spent on what no plan keeps")
 
     monkeypatch.setattr("qsync_fx.cli.plan_inputs.sensitivities", never)
-    asked = ["plan", "nets_that_do_not_fit:small", "--cluster", "fleet.toml", "--memory", "t4=1 MB"]
-    assert main(asked) == 2
+    arguments = [
+        "plan",
+        "nets_that_do_not_fit:small",
+        "--cluster",
+        "fleet.toml",
+        "--memory",
+        "t4=1 MB",
+    ]
+    assert main(arguments) == 2
     error = capsys.readouterr().err
     assert "a step on 't4' takes" in error and "memory of 't4', 1 MB" in error
     with pytest.raises(AssertionError):
-        main([*asked[:-1], "t4=1 GB"])
+        main([*arguments[:-1], "t4=1 GB"])
 
 
 @pytest.mark.parametrize(
@@ -416,7 +419,7 @@ def test_help_lists_no_refused_option(
 def test_help_texts_are_for_the_command_line(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not for Python, and not for a clone: an installed package has no docs folder."""
+    """Help texts show no Python values, and no repository paths, which a package does not have."""
     with pytest.raises(SystemExit):
         main([*words.split("|"), "--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -424,13 +427,13 @@ def test_help_texts_are_for_the_command_line(
 
 
 def test_wrong_names(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for more, what in (
+    for more, message in (
         (["--allocator", "exakt"], "no allocator"),
         (["--objective", "hybird"], "no objective"),
         (["--explain", "0/linaer"], "did you mean"),
     ):
         assert main(planned(files, *more)) == 2
-        assert what in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @tiers.ALL
@@ -453,9 +456,9 @@ def test_a_model_on_devices_of_the_catalog(
         == 0
     )
     printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert set(found["plans"]) == {"v100", "t4"}
-    compared = {one["allocator"]: one for one in found["compared"]}
+    result = json.loads(printed.out)
+    assert set(result["plans"]) == {"v100", "t4"}
+    compared = {row["allocator"]: row for row in result["compared"]}
     assert {
         "milp",
         "paper",

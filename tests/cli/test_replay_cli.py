@@ -1,6 +1,4 @@
-"""`qsync replay`: what it prints and writes, and what it says of arguments that do not go
-together.
-"""
+"""`qsync replay`: output, files that it writes, and errors for conflicting arguments."""
 
 from __future__ import annotations
 
@@ -48,20 +46,21 @@ def test_a_trace_on_a_cluster_as_json(
         str(traces / "execution-0.json"),
     ]
     assert main(["replay", "--cluster", str(cluster), "--json", "--trace", *files]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["devices"][0]["name"] == "cpu" and found["devices"][0]["count"] == 4
-    assert found["samples_per_second"] == pytest.approx(256 / found["seconds"])
-    assert sum(bucket["bytes"] for bucket in found["buckets"]) == 4 * sum(
+    result = json.loads(capsys.readouterr().out)
+    assert result["devices"][0]["name"] == "cpu" and result["devices"][0]["count"] == 4
+    assert result["samples_per_second"] == pytest.approx(256 / result["seconds"])
+    assert sum(bucket["bytes"] for bucket in result["buckets"]) == 4 * sum(
         parameter.numel() for parameter in traced_rank.model().parameters()
     )
     assert any(
-        one["operator"] == "aten::linear#3" and one["backward"] > 0 for one in found["operators"]
+        operator["operator"] == "aten::linear#3" and operator["backward"] > 0
+        for operator in result["operators"]
     )
 
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the profile of a model on a T4, two plans, and clusters."""
+    """Folder with a model's profile on a T4, two plans, and a cluster."""
     folder = tmp_path_factory.mktemp("profiles")
     model = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024))
     t4 = qsync_fx.devices.get("t4")
@@ -91,11 +90,15 @@ def test_a_plan_on_a_device_of_the_catalog(
             )
             == 0
         )
-        found = json.loads(capsys.readouterr().out)
-        assert [one["name"] for one in found["devices"]] == ["t4"]
-        assert {one["operator"] for one in found["operators"]} >= {"0/linear", "1/relu", "2/linear"}
-        seconds.append(found["seconds"])
-        peaks.append(found["devices"][0]["peak_bytes"])
+        result = json.loads(capsys.readouterr().out)
+        assert [row["name"] for row in result["devices"]] == ["t4"]
+        assert {row["operator"] for row in result["operators"]} >= {
+            "0/linear",
+            "1/relu",
+            "2/linear",
+        }
+        seconds.append(result["seconds"])
+        peaks.append(result["devices"][0]["peak_bytes"])
     assert seconds[0] > seconds[1] > 0
     parameters = 2 * (2048 * 1024) + 2048 + 1024
     assert peaks[0] > 4 * 3 * parameters, "parameters, gradients, momentum"
@@ -106,16 +109,16 @@ def test_a_plan_on_a_device_of_the_catalog(
 def test_top_limits_the_number_of_operators(
     profiled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["replay", f"{profiled}/fp16.json", "--profile", f"{profiled}/t4.json"]
-    assert main([*asked, "--json"]) == main([*asked, "--json", "--operators", "1"]) == 0
-    whole, cut = (
+    arguments = ["replay", f"{profiled}/fp16.json", "--profile", f"{profiled}/t4.json"]
+    assert main([*arguments, "--json"]) == main([*arguments, "--json", "--operators", "1"]) == 0
+    complete, cut = (
         json.loads(text) for text in capsys.readouterr().out.replace("}\n{", "}\0{").split("\0")
     )
-    assert whole["operators"][:1] == cut["operators"] and len(whole["operators"]) > 1
-    assert main([*asked, "--operators", "0"]) == 0
+    assert complete["operators"][:1] == cut["operators"] and len(complete["operators"]) > 1
+    assert main([*arguments, "--operators", "0"]) == 0
     assert "4 more operators" in capsys.readouterr().out
     for more in ([], ["--json"]):
-        assert main([*asked, "--operators", "-3", *more]) == 2
+        assert main([*arguments, "--operators", "-3", *more]) == 2
         assert (
             "the number of operators is -3" in (printed := capsys.readouterr()).err
             and not printed.out
@@ -125,17 +128,19 @@ def test_top_limits_the_number_of_operators(
 def test_profile_of_another_machine_requires_confirmation(
     profiled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = Profile.load(profiled / "t4.json", any_machine=True)
-    other = replace(found, machine=replace(found.machine, device="cpu", name="another one"))
+    profile = Profile.load(profiled / "t4.json", any_machine=True)
+    other = replace(profile, machine=replace(profile.machine, device="cpu", name="another one"))
     other.save(profiled / "other.json")
-    asked = ["replay", f"{profiled}/fp16.json", "--profile", f"{profiled}/other.json"]
-    assert main(asked) == 2
-    said = capsys.readouterr().err
+    arguments = ["replay", f"{profiled}/fp16.json", "--profile", f"{profiled}/other.json"]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
     assert (
-        "measured on another machine" in said and "other.json" in said and "--any-machine" in said
+        "measured on another machine" in error
+        and "other.json" in error
+        and "--any-machine" in error
     )
-    assert main([*asked, "--any-machine"]) == 0
-    assert main([*asked[:-1], f"a={asked[-1]}"]) == 0
+    assert main([*arguments, "--any-machine"]) == 0
+    assert main([*arguments[:-1], f"a={arguments[-1]}"]) == 0
 
 
 def test_a_fleet_whose_profiles_the_cluster_names(
@@ -143,17 +148,17 @@ def test_a_fleet_whose_profiles_the_cluster_names(
 ) -> None:
     plans = [f"a={profiled}/fp16.json", f"b={profiled}/fp32.json"]
     assert main(["replay", *plans, "--cluster", f"{profiled}/fleet.toml", "--json"]) == 0
-    told = capsys.readouterr().out
+    expected = capsys.readouterr().out
     together = profiled / "cluster plan.json"
     ClusterPlan(
         {"a": Plan.load(f"{profiled}/fp16.json"), "b": Plan.load(f"{profiled}/fp32.json")}
     ).save(together)
-    for given in ([str(together)], [f"a={together}", f"b={profiled}/fp32.json"]):
-        assert main(["replay", *given, "--cluster", f"{profiled}/fleet.toml", "--json"]) == 0
-        assert capsys.readouterr().out == told
+    for files in ([str(together)], [f"a={together}", f"b={profiled}/fp32.json"]):
+        assert main(["replay", *files, "--cluster", f"{profiled}/fleet.toml", "--json"]) == 0
+        assert capsys.readouterr().out == expected
     assert main(["replay", *plans, "--cluster", f"{profiled}/fleet.toml", "--json"]) == 0
     mixed = json.loads(capsys.readouterr().out)
-    waiting = {one["name"]: one["waiting"] for one in mixed["devices"]}
+    waiting = {device["name"]: device["waiting"] for device in mixed["devices"]}
     assert waiting["a"] > 0 == waiting["b"]
     assert mixed["buckets"][0]["bytes"] == 4 * (2048 * 1024 + 1024)
     assert (

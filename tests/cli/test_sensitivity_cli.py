@@ -1,4 +1,4 @@
-"""`qsync sensitivity`: the table, the comparison with real quantized passes, and files."""
+"""`qsync sensitivity`: table, comparison with real quantized passes, and files."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_table_and_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "s.json",
     ]
     assert main(arguments) == 0
-    told = capsys.readouterr()
-    lines = told.out.splitlines()
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
     assert lines[1].split() == ["operator", "bf16", "of", "bf16", "int8", "of", "int8"]
     assert [line.split()[0] for line in lines[3:6]] == ["0/linear", "2/linear", "4/linear"]
     assert lines[7].startswith(
         "variance added to the gradients of Sequential, method second_order, mean over 2 steps"
     )
-    assert "wrote s.json" in told.err and not (here / "s.json.partial").exists()
+    assert "wrote s.json" in captured.err and not (here / "s.json.partial").exists()
     saved = Sensitivity.load(here / "s.json")
     assert saved.operators == ["0/linear", "2/linear", "4/linear"] and saved.steps == 2
     assert all(saved.of(name, "int8") > saved.of(name, "bf16") > 0 for name in saved.operators)
@@ -68,12 +68,12 @@ def test_check_compares_methods_with_the_truth(
         main(["sensitivity", "sensed:net", "--precisions", "int8", "--steps", "4", "--check"]) == 0
     )
     lines = capsys.readouterr().out.splitlines()
-    at = next(
-        at
-        for at, line in enumerate(lines)
+    index = next(
+        index
+        for index, line in enumerate(lines)
         if line.startswith("reference: mean square error of the gradients in real quantized passes")
     )
-    rows = {line.split()[0]: line.split()[1:] for line in lines[at + 2 :]}
+    rows = {line.split()[0]: line.split()[1:] for line in lines[index + 2 :]}
     assert list(rows) == ["second_order", "injected", "paper"]
     assert 0.4 < float(rows["second_order"][3]) < 2.5 and 0.4 < float(rows["injected"][3]) < 2.5
     assert float(rows["paper"][3]) > 10
@@ -97,8 +97,8 @@ def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         )
         == 0
     )
-    found = json.loads(capsys.readouterr().out)
-    assert (found["format"], found["method"], list(found["variance"])) == (
+    result = json.loads(capsys.readouterr().out)
+    assert (result["format"], result["method"], list(result["variance"])) == (
         "qsync-sensitivity",
         "paper",
         ["0/linear", "2/linear", "4/linear"],

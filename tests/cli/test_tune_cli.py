@@ -1,4 +1,4 @@
-"""`qsync tune`: with recorded timings, which is all of it but the GPU; and what timers measure."""
+"""`qsync tune` with recorded timings instead of a GPU, and products of the event timer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plain():
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, to be in; with a cache of its own."""
+    """Working directory with a model and an empty cache."""
     (tmp_path / "tunable.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -53,12 +53,12 @@ LAYER = GemmProblem(
 
 
 def names(problem: Problem) -> list[str]:
-    found = way(problem, "sm_80")
-    return [] if isinstance(found, str) else [config.name for config in found.configs]
+    selection = way(problem, "sm_80")
+    return [] if isinstance(selection, str) else [config.name for config in selection.configs]
 
 
 def problems(capsys: pytest.CaptureFixture[str]) -> list[Problem]:
-    """Returns the buckets of the model, as the command tells them."""
+    """Return the problems of the model that `qsync tune` reports as skipped."""
     empty = Path("empty.json")
     tuning.save_recording(empty, TimingRecording(HERE, "sm_80", {}))
     assert run("tunable:tiny", "--precision", "int8", "--recorded", "empty.json", "--json") == 0
@@ -69,8 +69,8 @@ def test_tune_without_a_gpu_is_an_error(here: Path, capsys: pytest.CaptureFixtur
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert run("tunable:tiny", "--precision", "int8") == 2
-    said = capsys.readouterr().err
-    assert "there is no GPU cuda" in said and "--recorded" in said
+    error = capsys.readouterr().err
+    assert "there is no GPU cuda" in error and "--recorded" in error
     assert not (here / "cache").exists()
 
 
@@ -92,15 +92,15 @@ def test_tune_rejects_unsupported_options(
 
 
 def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = problems(capsys)
-    # Both layers: output, weight gradient and, of the second, input gradient; and the BF16 products
-    # that INT8 has to beat.
-    assert [p for p in found if p.a == "int8"] == [
+    all_problems = problems(capsys)
+    # Output and weight gradient of both layers, input gradient of the second; and the BF16 products
+    # that they are compared with.
+    assert [p for p in all_problems if p.a == "int8"] == [
         LAYER,
-        next(p for p in found if p.a == "int8" and p != LAYER),
+        next(p for p in all_problems if p.a == "int8" and p != LAYER),
     ]
-    assert len(found) == 7
-    timings: dict[Problem, dict[str, list[float]]] = {p: {"torch": [10e-6]} for p in found}
+    assert len(all_problems) == 7
+    timings: dict[Problem, dict[str, list[float]]] = {p: {"torch": [10e-6]} for p in all_problems}
     third = names(LAYER)[2]
     timings[LAYER] |= {name: [9e-6] for name in names(LAYER)} | {third: [5e-6, 6e-6, 4e-6]}
     tuning.save_recording(Path("a100.json"), TimingRecording(HERE, "sm_80", timings))
@@ -120,22 +120,26 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
     )
     assert "wrote table.json" in printed.err
 
-    kept = tuning.load_table(Path("table.json"))
-    choice = kept.choices[LAYER]
-    assert kept.environment == HERE and choice.name == third and choice.faster_than_bf16 is True
-    config = decide(LAYER, "sm_80", kept).config
+    table = tuning.load_table(Path("table.json"))
+    choice = table.choices[LAYER]
+    assert table.environment == HERE and choice.name == third and choice.faster_than_bf16 is True
+    config = decide(LAYER, "sm_80", table).config
     assert config is not None and config.name == third
-    # Only what was asked for is written.
+    # --output replaces the table in the cache.
     assert not (here / "cache" / "tuning").exists()
 
     assert run(*tuned, "--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["environment"] == asdict(HERE) and said["arch"] == "sm_80" and not said["skipped"]
-    assert {row["name"] for row in said["choices"]} == {"torch", third}
+    result = json.loads(capsys.readouterr().out)
+    assert (
+        result["environment"] == asdict(HERE)
+        and result["arch"] == "sm_80"
+        and not result["skipped"]
+    )
+    assert {row["name"] for row in result["choices"]} == {"torch", third}
 
 
 def test_recorded_layers_decide(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Layers are measured as a whole, and those that are not faster stay in BF16."""
+    """A layer whose total time is not shorter than in BF16 stays in BF16."""
     timings = {p: {"torch": [10e-6]} for p in problems(capsys)}
     bf16, times = layer_problem(LAYER, "bf16"), {"forward": 1e-6, "weight_gradient": 2e-6}
     slower = LayerTimes(bf16, "int8", {"forward": 2e-6, "weight_gradient": 2e-6}, times)
@@ -164,8 +168,8 @@ def test_int8_slower_than_bf16_is_reported_and_not_used(
         == 0
     )
     assert capsys.readouterr().out.count("not faster than bf16, so int8 is not used") == 2
-    found = decide(LAYER, "sm_80", tuning.load_table(Path("table.json")))
-    assert found.config is None and not found.integers
+    decision = decide(LAYER, "sm_80", tuning.load_table(Path("table.json")))
+    assert decision.config is None and not decision.integers
 
 
 def test_model_without_products_has_no_problem_to_tune(
@@ -176,7 +180,7 @@ def test_model_without_products_has_no_problem_to_tune(
     assert "torch computes every product" in capsys.readouterr().err
 
 
-# What a GPU measures, on the CPU.
+# Products of the event timer, run on the CPU.
 
 WINDOW: dict[str, Any] = {"padding": (1, 1), "stride": (1, 1), "dilation": (1, 1)}
 MEASURED = [
@@ -212,13 +216,13 @@ MEASURED = [
 
 @pytest.mark.parametrize("problem", MEASURED, ids=str)
 def test_peers_compute_the_product(problem: Problem) -> None:
-    """In the right format and shape, and right where it has no more than one scale."""
-    given = event_timer.operands(problem, torch.device("cpu"))
-    found = event_timer.peer(problem, given)()
-    one_scale = [given.a_scale, given.b_scale].count(None) == 1
-    assert event_timer.differs(found, given) == "" or problem.bias or not one_scale
+    """The result has the output format; its values are compared for problems with one scale."""
+    operands = event_timer.operands(problem, torch.device("cpu"))
+    result = event_timer.peer(problem, operands)()
+    one_scale = [operands.a_scale, operands.b_scale].count(None) == 1
+    assert event_timer.differs(result, operands) == "" or problem.bias or not one_scale
     assert (
-        str(found.dtype).removeprefix("torch.")
+        str(result.dtype).removeprefix("torch.")
         == {"bf16": "bfloat16", "fp32": "float32"}[problem.out]
     )
 
@@ -234,7 +238,7 @@ def test_peers_compute_the_product(problem: Problem) -> None:
 )
 def test_wrong_results_are_detected(break_it: Callable[[torch.Tensor], torch.Tensor]) -> None:
     problem = MEASURED[2]
-    given = event_timer.operands(problem, torch.device("cpu"))
-    right = event_timer.peer(problem, given)()
-    assert event_timer.differs(right, given) == ""
-    assert "its largest error" in event_timer.differs(break_it(right), given)
+    operands = event_timer.operands(problem, torch.device("cpu"))
+    expected = event_timer.peer(problem, operands)()
+    assert event_timer.differs(expected, operands) == ""
+    assert "its largest error" in event_timer.differs(break_it(expected), operands)

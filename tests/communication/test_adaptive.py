@@ -1,5 +1,5 @@
-"""AQGB's controller: the example of its paper (section 3), exactly, and what it makes of a link
-whose rate changes.
+"""AQGB's controller in simulation: the example of its paper (section 3) and a link whose bandwidth
+changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def gigabit(time: float) -> float:
 
 
 def varying(time: float) -> float:
-    """650 Mbps and 1 Gbps, 50 ms each."""
+    """Return the link bandwidth in bytes/s: alternately 650 Mbit/s and 1 Gbit/s, for 50 ms each."""
     return (1e9 if int(time / 0.05 + 1e-9) % 2 else 0.65e9) / 8
 
 
@@ -30,22 +30,24 @@ CHANGES = [0.05 * n for n in range(1, 60)]
 
 
 def test_the_example_of_the_paper() -> None:
-    found = broadcast(BLOCKS, DEADLINE, gigabit)
-    assert [decision.ratio for decision in found.decisions] == pytest.approx(
+    adaptive = broadcast(BLOCKS, DEADLINE, gigabit)
+    assert [decision.ratio for decision in adaptive.decisions] == pytest.approx(
         [0.4375, 1, 0.375, 0.575], abs=5e-4
     )
-    assert found.decisions[2].drained / found.decisions[2].made == pytest.approx(0.257, abs=5e-4)
-    assert found.end == pytest.approx(0.7567, abs=5e-5)
-    assert found.overlap(DEADLINE) == 1
+    assert adaptive.decisions[2].drained / adaptive.decisions[2].made == pytest.approx(
+        0.257, abs=5e-4
+    )
+    assert adaptive.end == pytest.approx(0.7567, abs=5e-5)
+    assert adaptive.overlap(DEADLINE) == 1
     without = broadcast(BLOCKS, DEADLINE, gigabit, adaptive=False)
     assert without.overlap(DEADLINE) == pytest.approx(0.495 / 0.8)
     assert without.overlap(LAST) == pytest.approx(0.5125)
     assert without.sent == pytest.approx(100e6)
-    assert 0.81 <= found.overlap(LAST) <= 0.83
+    assert 0.81 <= adaptive.overlap(LAST) <= 0.83
 
 
 def test_a_link_whose_rate_changes() -> None:
-    """The paper's 51% and 98%."""
+    """The paper reports overlaps of 51% and 98%."""
     without = broadcast(BLOCKS, DEADLINE, varying, CHANGES, adaptive=False)
     assert without.overlap(DEADLINE) == pytest.approx(0.509, abs=5e-4)
     assert broadcast(BLOCKS, DEADLINE, varying, CHANGES).overlap(DEADLINE) == pytest.approx(
@@ -58,8 +60,8 @@ def test_two_neighbouring_levels_make_a_ratio(ratio: float) -> None:
     shares = mixed(ratio)
     assert sum(shares.values()) == pytest.approx(1)
     assert sum(bits / 32 * share for bits, share in shares.items()) == pytest.approx(ratio)
-    places = [LEVELS.index(bits) for bits in shares]
-    assert len(places) == 1 or places[1] == places[0] + 1
+    indices = [LEVELS.index(bits) for bits in shares]
+    assert len(indices) == 1 or indices[1] == indices[0] + 1
     assert all(share > 0 for share in shares.values())
 
 
@@ -71,11 +73,11 @@ def test_two_neighbouring_levels_make_a_ratio(ratio: float) -> None:
 def test_complete_delivery_needs_at_most_fp32_bytes(
     sizes: list[float], gaps: list[float], rate: float
 ) -> None:
-    times = [sum(gaps[: at + 1]) for at in range(len(sizes))]
+    times = [sum(gaps[: index + 1]) for index in range(len(sizes))]
     blocks = [Block(size, ready) for size, ready in zip(sizes, times, strict=True)]
-    found = broadcast(blocks, times[-1] + gaps[-1], lambda time: rate)
+    adaptive = broadcast(blocks, times[-1] + gaps[-1], lambda time: rate)
     plain = broadcast(blocks, times[-1] + gaps[-1], lambda time: rate, adaptive=False)
-    assert 0.374 * sum(sizes) <= found.sent <= 1.001 * sum(sizes)
+    assert 0.374 * sum(sizes) <= adaptive.sent <= 1.001 * sum(sizes)
     assert plain.sent == pytest.approx(sum(sizes), rel=1e-6)
-    assert found.end <= plain.end + 1e-9
-    assert all(begin < end for begin, end in found.busy)
+    assert adaptive.end <= plain.end + 1e-9
+    assert all(begin < end for begin, end in adaptive.busy)

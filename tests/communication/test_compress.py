@@ -1,6 +1,4 @@
-"""Real processes over gloo: gradients in every codec train equal replicas, from where they were
-saved, whatever the training does.
-"""
+"""Gradient compression in processes over gloo: equal replicas, resumed training and errors."""
 
 from __future__ import annotations
 
@@ -34,36 +32,36 @@ def test_codecs_train_replicas_that_are_equal(
 ) -> None:
     first, *others = run("codecs", world, tmp_path, codecs=codecs)
     for name in codecs:
-        found = first[name]
-        assert all(other[name]["weights"] == found["weights"] for other in others), name
-        assert found["steps"] == 6
+        result = first[name]
+        assert all(other[name]["weights"] == result["weights"] for other in others), name
+        assert result["steps"] == 6
         if world == 1:
-            assert found["weights"] == first["plain"]
-            assert found["wire"] == 0
+            assert result["weights"] == first["plain"]
+            assert result["wire"] == 0
             continue
-        if name != "aqgb":  # which levels it has chosen depends on the machine
-            assert (found["weights"] == first["plain"]) == (
+        if name != "aqgb":  # its levels depend on measured times
+            assert (result["weights"] == first["plain"]) == (
                 name in ("fp32", "aqgb32") and world == 2
             )
-        # AQGB's first step goes in FP32: its second one is looked at, too.
-        assert found["checks"] == 3 + (name == "aqgb")
-        assert found["buckets"] > 6
-        heads = 36 * found["buckets"] * (world - 1) * (1 if world == 2 and name != "aqgb" else 2)
+        # AQGB's first step is sent in FP32, so the second one is checked, too.
+        assert result["checks"] == 3 + (name == "aqgb")
+        assert result["buckets"] > 6
+        headers = 36 * result["buckets"] * (world - 1) * (1 if world == 2 and name != "aqgb" else 2)
         small = 40 * 6 * 9 * world if name.startswith(("1bit", "qsgd", "aqgb")) else 0
-        assert found["wire"] <= 1.03 * found["theory"] + heads + small
-        assert found["distance"] < {
+        assert result["wire"] <= 1.03 * result["theory"] + headers + small
+        assert result["distance"] < {
             "fp32": 1e-5,
             "fp16": 0.01,
             "bf16": 0.05,
             "qsgd16": 0.01,
             "qsgd8": 0.1,
         }.get(name, 2)
-        assert (found["variance"] == 0) == (name in ("fp32", "aqgb32")) or name == "aqgb"
-        assert f"{name} on rank 0 of {world}: 6 steps" in found["printed"]
+        assert (result["variance"] == 0) == (name in ("fp32", "aqgb32")) or name == "aqgb"
+        assert f"{name} on rank 0 of {world}: 6 steps" in result["printed"]
         if name.startswith("qsgd8"):
-            assert found["wire"] < 0.5 * found["raw"]
+            assert result["wire"] < 0.5 * result["raw"]
     for name in {"fp16", "bf16"} & set(codecs):
-        # Torch sums in the format, and we in FP32.
+        # torch sums in the format, qsync_fx in FP32.
         assert first[name]["from torch's"] < {"fp16": 3e-3, "bf16": 2e-2}[name]
 
 
@@ -81,23 +79,21 @@ def test_codecs_train_replicas_that_are_equal(
 def test_gradients_on_another_device_train_the_same_replicas(
     world: int, codecs: list[str], tmp_path: Path
 ) -> None:
-    """They are coded there by torch operators, and their bytes travel from host to host: here the
-    device is the CPU, told to be another.
-    """
-    for found in run(
+    """Torch operators encode there, and hosts exchange the bytes. The test uses them on the CPU."""
+    for results in run(
         "elsewhere",
         world,
         tmp_path,
         codecs=[name for name in codecs if name != "aqgb"],
         buckets=0.02,
     ):
-        for name, made in found.items():
-            assert made["kernels"] == made["operators"], name
-            assert made["wire"][0] == made["wire"][1], name
+        for name, result in results.items():
+            assert result["kernels"] == result["operators"], name
+            assert result["wire"][0] == result["wire"][1], name
 
 
 def test_gpu_code_path_runs_on_the_cpu(tmp_path: Path) -> None:
-    """The jobs of tests/gpu/test_gradients.py."""
+    """Run the jobs of tests/gpu/test_gradients.py."""
     first, second = run("placed", 2, tmp_path, codecs=["qsgd4", "1bit*"], devices=["cpu", "cpu"])
     assert first["qsgd4"] == second["qsgd4"]
     assert first["1bit*"][-2:] == second["1bit*"][-2:]
@@ -114,7 +110,7 @@ def test_result_does_not_depend_on_buckets(world: int, tmp_path: Path) -> None:
     first, *others = run("buckets", world, tmp_path)
     assert all(other == first for other in others)
     for codec in ("qsgd4", "1bit*", "1bit"):
-        assert len({found for name, found in first.items() if name.startswith(codec + ",")}) == 1
+        assert len({value for name, value in first.items() if name.startswith(codec + ",")}) == 1
 
 
 @tiers.ALL
@@ -122,14 +118,14 @@ def test_result_does_not_depend_on_buckets(world: int, tmp_path: Path) -> None:
 def test_resumed_training_is_bit_equal(world: int, tmp_path: Path) -> None:
     first, *others = run("resumed", world, tmp_path, where=str(tmp_path))
     assert all(other == first for other in others)
-    for codec, (whole, again, without) in first.items():
-        assert again == whole, codec
-        assert without != whole, "what was left of gradients, or the random stream, counts"
+    for codec, (expected, again, without) in first.items():
+        assert again == expected, codec
+        assert without != expected, "what was left of gradients, or the random stream, counts"
     if world == 2:
-        for found in run("loaded", 3, tmp_path / "more", where=str(tmp_path)):
-            assert len(found["warned"]) == 1
-            assert "of 2, but this is rank" in found["warned"][0]
-            assert "the state belongs to" in found["refused"]["text"]
+        for result in run("loaded", 3, tmp_path / "more", where=str(tmp_path)):
+            assert len(result["warned"]) == 1
+            assert "of 2, but this is rank" in result["warned"][0]
+            assert "the state belongs to" in result["refused"]["text"]
 
 
 def test_different_ranks_are_an_error_before_communication(tmp_path: Path) -> None:
@@ -163,17 +159,17 @@ def test_any_size_is_coded_and_nan_reaches_all_ranks(world: int, tmp_path: Path)
     first, *others = run("sizes", world, tmp_path, codecs=list(codecs))
     assert all(other == first for other in others)
     for codec, unit in codecs.items():
-        found = first[codec]
-        assert found["coded"] == [1197, 0]
-        assert 700 in found["nan"], codec
-        assert len(found["nan"]) <= unit, "and no further than the unit that it is in"
-        assert found["others"], codec
+        result = first[codec]
+        assert result["coded"] == [1197, 0]
+        assert 700 in result["nan"], codec
+        assert len(result["nan"]) <= unit, "and no further than the unit that it is in"
+        assert result["others"], codec
 
 
 @tiers.ALL
 @pytest.mark.parametrize("codec", ["qsgd8", "1bit*", "aqgb", "duo4"])
 def test_torch_distributed_debug_reports_no_error(codec: str, tmp_path: Path) -> None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    """The ranks run with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     first, *others = run("detail", 2, tmp_path, codec=codec)
     assert all(other == first for other in others)
     assert first["looked at"] == "_ProcessGroupWrapper"
@@ -212,10 +208,10 @@ HARMED = {
     ),
 )
 def test_corrupt_message_is_an_error_on_all_ranks(how: str, world: int, tmp_path: Path) -> None:
-    for found in run("faults", world, tmp_path, script=FAULTS, how=how):
-        assert found["kind"] == "RankError"
-        assert HARMED[how] in found["text"] or (
-            how == "payload" and "they must be bit-identical" in found["text"]
+    for result in run("faults", world, tmp_path, script=FAULTS, how=how):
+        assert result["kind"] == "RankError"
+        assert HARMED[how] in result["text"] or (
+            how == "payload" and "they must be bit-identical" in result["text"]
         )
 
 
@@ -270,15 +266,13 @@ def test_under_a_guard_the_other_ranks_raise_the_reason(
     [(2, False), pytest.param(2, True, marks=tiers.ALL), pytest.param(4, True, marks=tiers.ALL)],
 )
 def test_ranks_with_adaptive_levels_stay_equal(world: int, feedback: bool, tmp_path: Path) -> None:
-    """Decisions are those of the rule for times that are given and messages that are really
-    sent.
-    """
+    """Decisions follow the rule for simulated times and the sizes of real messages."""
     rates = [10_000.0, 20_000.0, 40_000.0, 1e9][:world]
-    found = run(
+    results = run(
         "adapting", world, tmp_path, script="adapting_rank.py", rates=rates, feedback=feedback
     )
-    assert len({rank["weights"] for rank in found}) == 1
-    for rate, rank in zip(rates, found, strict=True):
+    assert len({rank["weights"] for rank in results}) == 1
+    for rate, rank in zip(rates, results, strict=True):
         decided = [entry for entry in rank["entries"] if entry[2] is not None]
         assert len(decided) >= 3 * len({entry[1] for entry in decided})
         for _, size, gap, ratio in decided:
@@ -292,25 +286,24 @@ def test_ranks_with_adaptive_levels_stay_equal(world: int, feedback: bool, tmp_p
             (world - 1) * sum(size * ratio for _, size, _, ratio in rank["entries"]), rel=0.03
         )
         assert rank["raw"] == (world - 1) * sum(size for _, size, _, _ in rank["entries"])
-        # The first step goes in FP32: what truncation adds is known from the second one, and not
-        # after a hundred.
+        # The first step is sent in FP32: the variance of truncation is known after the second one.
         assert (rank["variance"] == 0) == (rate == 1e9)
         assert rank["checks"] == 2
         assert f"{len(decided)} decisions: " in rank["printed"]
         assert f"link bandwidth {rate / 1e6:.1f} MB/s" in rank["printed"]
         assert bool(rank["sent"]) == feedback
         assert rank["learnt"]
-    assert len({tuple(entry[3] for entry in rank["entries"]) for rank in found}) == world
+    assert len({tuple(entry[3] for entry in rank["entries"]) for rank in results}) == world
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
 def test_truncation_remainder_is_sent_later(world: int, tmp_path: Path) -> None:
     first, *others = run("feedback", world, tmp_path, script="adapting_rank.py")
-    for found in (first, *others):
-        assert found["without"]["lost"] > 1
+    for result in (first, *others):
+        assert result["without"]["lost"] > 1
         for name in ("with", "adaptive"):
-            assert found[name]["unexplained"] < 1e-3 < found[name]["lost"] < 1
-        assert len(found["adaptive"]["bits"]) > 1
+            assert result[name]["unexplained"] < 1e-3 < result[name]["lost"] < 1
+        assert len(result["adaptive"]["bits"]) > 1
 
 
 @pytest.mark.parametrize(
@@ -324,10 +317,10 @@ def test_truncation_remainder_is_sent_later(world: int, tmp_path: Path) -> None:
 def test_corrupt_message_of_any_length_is_an_error_on_all_ranks(
     how: str, codec: str, tmp_path: Path
 ) -> None:
-    for found in run("faults", 2, tmp_path, script=FAULTS, how=how, codec=codec):
-        assert found["kind"] == "RankError"
+    for result in run("faults", 2, tmp_path, script=FAULTS, how=how, codec=codec):
+        assert result["kind"] == "RankError"
         assert (
-            "rank 0 cannot read the message of rank 1 for bucket 1 of step 2: " in found["text"]
+            "rank 0 cannot read the message of rank 1 for bucket 1 of step 2: " in result["text"]
             or how == "payload"
         )
 

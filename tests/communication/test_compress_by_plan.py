@@ -1,6 +1,4 @@
-"""Real processes over gloo: gradients go in the codecs that a plan names, and ranks whose plans
-differ are told.
-"""
+"""Gradient compression by a plan in processes over gloo: codecs per tensor, and different plans."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ run = functools.partial(ranks.results, script="planned_rank.py")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
 def test_gradients_go_in_the_codecs_of_a_plan(world: int, tmp_path: Path) -> None:
     first, *others = run("plans", world, tmp_path)
-    for name, found in first.items():
-        assert all(other[name]["weights"] == found["weights"] for other in others), name
+    for name, result in first.items():
+        assert all(other[name]["weights"] == result["weights"] for other in others), name
     mixed = first["mixed"]
     named = {"0.weight": "qsgd8", "2.weight": "qsgd4"}
     sizes = {
@@ -35,10 +33,12 @@ def test_gradients_go_in_the_codecs_of_a_plan(world: int, tmp_path: Path) -> Non
         "4.weight": 200,
         "4.bias": 4,
     }
-    predicted = coded([Parameter(*one) for one in sizes.items()], named, world, of_copy(1e9, ""))
-    heads = HEADER * (1 if world == 2 else world)
-    given = 3 * (predicted.nbytes - heads) + heads * mixed["buckets"]
-    assert sum(rank["mixed"]["wire"] for rank in (first, *others)) == world * share(world) * given
+    predicted = coded([Parameter(*item) for item in sizes.items()], named, world, of_copy(1e9, ""))
+    header_bytes = HEADER * (1 if world == 2 else world)
+    wire_bytes = 3 * (predicted.nbytes - header_bytes) + header_bytes * mixed["buckets"]
+    assert (
+        sum(rank["mixed"]["wire"] for rank in (first, *others)) == world * share(world) * wire_bytes
+    )
     assert mixed["coded"] == 5400
     assert mixed["weights"] != first["none"]["weights"]
     assert "a plan's qsgd4 and qsgd8 on rank 0" in mixed["told"]
@@ -54,11 +54,11 @@ def test_gradients_go_in_the_codecs_of_a_plan(world: int, tmp_path: Path) -> Non
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
 def test_codecs_change_in_the_middle_of_a_training(world: int, tmp_path: Path) -> None:
-    """As they do where ranks plan anew: nothing of gradients is lost by it."""
-    for found in run("changed", world, tmp_path):
-        exact = [at for at, apart in enumerate(found["apart"]) if apart < 1e-5]
+    """Replanning changes codecs like this; no part of a gradient is lost."""
+    for result in run("changed", world, tmp_path):
+        exact = [index for index, distance in enumerate(result["apart"]) if distance < 1e-5]
         assert exact == [0, 3, 6], "where all has gone in FP32 at last"
-        assert found["left"] == [
+        assert result["left"] == [
             [],
             ["first", "second"],
             ["first", "second"],
@@ -67,25 +67,25 @@ def test_codecs_change_in_the_middle_of_a_training(world: int, tmp_path: Path) -
             ["second"],
             [],
         ]
-        before = found["buckets"]
+        before = result["buckets"]
         assert before[0] == 0, (
             "DistributedDataParallel sends gradients itself as long as nothing is coded"
         )
         assert all(early < late for early, late in itertools.pairwise(before))
-        assert "a plan without codecs" in found["told"]
-        assert "uncompressed" not in found["told"]
+        assert "a plan without codecs" in result["told"]
+        assert "uncompressed" not in result["told"]
 
 
 def test_different_plans_are_an_error_before_the_first_step(tmp_path: Path) -> None:
     first, second = run("differing", 2, tmp_path)
     assert first == second
-    for name, what in (
+    for name, reason in (
         ("tensor", "0.bias"),
         ("codec", "a plan's 1bit*"),
         ("none", "a plan without codecs"),
     ):
         assert "rank 1 has another" in first[name]["text"], name
-        assert what in first[name]["text"], name
+        assert reason in first[name]["text"], name
         assert first[name]["rank"] == 1
     assert "'0.wieght', which is not a trained parameter" in first["strange"]["text"]
     assert "a plan defines which tensors are sent in FP32" in first["least"]["text"]

@@ -1,6 +1,4 @@
-"""AQGB's controller at work, by a clock that the test turns: it decides as its paper does, and
-knows what it has been told alone.
-"""
+"""AQGB's online controller with a simulated clock and link, compared with its paper's decisions."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ class Clock:
 
 
 class Link:
-    """Takes what is undelivered away, at its rate and at the controller's ratio, until some
-    time.
-    """
+    """Link that delivers pending bytes at its rate, compressed by the controller's ratio."""
 
     def __init__(self, controller: Controller, clock: Clock, rate: float = LINK) -> None:
         self.controller, self.clock, self.rate = controller, clock, rate
@@ -58,7 +54,7 @@ def step(
 
 
 def test_the_example_of_the_paper() -> None:
-    """The first step shows when blocks come and what the link takes; the second is the paper's."""
+    """The first step measures arrival times and bandwidth; the second is the paper's example."""
     clock = Clock()
     controller = Controller(elapsed=True, clock=clock)
     step(controller, clock, 0)
@@ -159,9 +155,9 @@ def test_learned_state_is_saved() -> None:
     step(controller, clock, 0)
     other = Controller(elapsed=True, clock=clock)
     other.load(controller.saved())
-    for one in (controller, other):
+    for trained in (controller, other):
         clock.now = 100.0
-        step(one, clock, 1, begin=100)
+        step(trained, clock, 1, begin=100)
     assert [entry.ratio for entry in other.log] == [
         entry.ratio for entry in list(controller.log)[4:]
     ]

@@ -1,6 +1,4 @@
-"""Real processes over gloo: DUO commits what is known in full and looks ahead with few bits,
-whatever the training does.
-"""
+"""DUO in processes over gloo: lookahead steps with few bits, committed steps in full precision."""
 
 from __future__ import annotations
 
@@ -51,11 +49,11 @@ def test_with_fp32_as_the_fast_mean_training_is_that_without_duo(
     first, *others = run("identical", world, tmp_path, cases=cases)
     assert all(other == first for other in others)
     assert len(first) == len(cases)
-    for name, found in first.items():
-        assert found["ahead"] == found["alone"], name
-        assert found["lr"][0] == found["lr"][1] < 0.01
-        assert found["scale"][0] == found["scale"][1]
-        assert found["skipped"] == int("scaling" in name)
+    for name, result in first.items():
+        assert result["ahead"] == result["alone"], name
+        assert result["lr"][0] == result["lr"][1] < 0.01
+        assert result["scale"][0] == result["scale"][1]
+        assert result["skipped"] == int("scaling" in name)
 
 
 def test_states_of_a_step_follow_the_documented_transitions(tmp_path: Path) -> None:
@@ -68,23 +66,23 @@ def test_states_of_a_step_follow_the_documented_transitions(tmp_path: Path) -> N
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_step_is_that_of_the_algorithm(world: int, tmp_path: Path) -> None:
-    ways = ("duo0", "stays", "duo1", "duo2", "duo4", "duo8")
-    cases = [(way, optimizer) for way in ways for optimizer in ("sgd", "adam", "adamw")]
+    codecs = ("duo0", "stays", "duo1", "duo2", "duo4", "duo8")
+    cases = [(codec, optimizer) for codec in codecs for optimizer in ("sgd", "adam", "adamw")]
     first, *others = run("algorithm", world, tmp_path, cases=cases if world == 2 else cases[::4])
     assert all(other == first for other in others)
-    for name, found in first.items():
-        assert all(found["ahead"]), (name, found)
-        assert found["flushed"], name
-        assert found["state"], name
+    for name, result in first.items():
+        assert all(result["ahead"]), (name, result)
+        assert result["flushed"], name
+        assert result["state"], name
 
 
 @tiers.ALL
 def test_parameters_drift_as_little_as_they_should(tmp_path: Path) -> None:
-    found, *_ = run("drift", 2, tmp_path, steps=300)
-    assert found["duo4"] < found["duo2"] < 1e-3
-    assert found["duo0"] < 1e-3
-    assert found["stays"] < 5e-3
-    assert found["qsgd2"] > 50 * found["duo2"]
+    distances, *_ = run("drift", 2, tmp_path, steps=300)
+    assert distances["duo4"] < distances["duo2"] < 1e-3
+    assert distances["duo0"] < 1e-3
+    assert distances["stays"] < 5e-3
+    assert distances["qsgd2"] > 50 * distances["duo2"]
 
 
 @tiers.ALL
@@ -92,25 +90,27 @@ def test_parameters_drift_as_little_as_they_should(tmp_path: Path) -> None:
 def test_infinity_on_one_rank_skips_the_step_on_all(world: int, tmp_path: Path) -> None:
     first, *others = run("scaled", world, tmp_path)
     assert all(other == first for other in others)
-    for name, found in first.items():
-        assert found["finite"], name
-        assert found["left out"] == 1, name
-        assert found["scale"] == 8.0 * 2 / 2, name
-        assert found["committed"] == 3, name
+    for name, result in first.items():
+        assert result["finite"], name
+        assert result["left out"] == 1, name
+        assert result["scale"] == 8.0 * 2 / 2, name
+        assert result["committed"] == 3, name
 
 
 @tiers.ALL
 def test_resumed_training_is_bit_equal(tmp_path: Path) -> None:
     first, *others = run("resumed", 2, tmp_path, where=str(tmp_path))
     assert all(other == first for other in others)
-    for name, (ahead, again_ahead, whole, again) in first.items():
-        assert again_ahead == ahead, name
-        assert again == whole, name
-    one, *more = run("loaded", 3, tmp_path / "more", where=str(tmp_path))
-    assert all(other["end"] == one["end"] for other in more)
-    assert one["outstanding"]
-    assert one["warned"] == 0, "nothing of a rank is dropped: what is outstanding is that of all"
-    assert "the state belongs to Duo(fast=Qsgd(bits=2" in one["refused"]
+    for name, (ahead, resumed_ahead, expected, resumed) in first.items():
+        assert resumed_ahead == ahead, name
+        assert resumed == expected, name
+    first_loaded, *others_loaded = run("loaded", 3, tmp_path / "more", where=str(tmp_path))
+    assert all(other["end"] == first_loaded["end"] for other in others_loaded)
+    assert first_loaded["outstanding"]
+    assert first_loaded["warned"] == 0, (
+        "nothing of a rank is dropped: what is outstanding is that of all"
+    )
+    assert "the state belongs to Duo(fast=Qsgd(bits=2" in first_loaded["refused"]
 
 
 @tiers.ALL
@@ -136,7 +136,7 @@ def test_flush_updates_parameters_at_full_precision(tmp_path: Path) -> None:
 @tiers.ALL
 def test_unsupported_duo_setting_is_an_error(tmp_path: Path) -> None:
     first, second = run("refused", 2, tmp_path, script="duo_faults_rank.py")
-    texts = {name: found["text"] for name, found in first.items() if name != "skipped"}
+    texts = {name: result["text"] for name, result in first.items() if name != "skipped"}
     for name, text in {
         "none": "requires a torch.optim.Optimizer",
         "codec": "only DUO uses an optimizer",
@@ -170,9 +170,9 @@ def test_different_ranks_are_an_error_before_communication(tmp_path: Path) -> No
 
 @tiers.ALL
 def test_one_rank_trains_as_without_duo(tmp_path: Path) -> None:
-    (found,) = run("alone", 1, tmp_path)
-    assert found["ends"][0] == found["ends"][1]
-    assert "no communication" in found["printed"]
+    (result,) = run("alone", 1, tmp_path)
+    assert result["ends"][0] == result["ends"][1]
+    assert "no communication" in result["printed"]
 
 
 @tiers.ALL

@@ -1,5 +1,5 @@
-"""DUO without immediate gradients is a training whose gradients are one step late: its stable
-learning rates, and the oscillation beyond them, are those of the recurrence in docs/duo.md.
+"""DUO without immediate gradients delays gradients by one step. Its largest stable learning rates
+and the oscillation beyond them follow the recurrence in docs/duo.md.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ def periods(momentum: float) -> dict[str, float]:
         "duo0": (1 + momentum - momentum * limit["duo0"]) / 2,
         "stays": (1 + momentum) / 2,
     }
-    return {way: 2 * math.pi / math.acos(cosine) for way, cosine in cosines.items()}
+    return {codec: 2 * math.pi / math.acos(cosine) for codec, cosine in cosines.items()}
 
 
 @pytest.mark.parametrize("momentum", [0.5, pytest.param(0.9, marks=tiers.ALL)])
 def test_stable_learning_rate_is_that_of_the_recurrence(momentum: float, tmp_path: Path) -> None:
     limit = limits(momentum)
     assert limit["stays"] < limit["duo0"] < limit["fp32"]
-    ways = [(way, factor * rate) for way, rate in limit.items() for factor in (0.97, 1.03)]
-    ways.append(("duo4", limit["fp32"] / 2))
-    for found in run("stability", 2, tmp_path, ways=ways, momentum=momentum, steps=300):
-        assert found == [True, False] * 3 + [True]
+    cases = [(codec, factor * rate) for codec, rate in limit.items() for factor in (0.97, 1.03)]
+    cases.append(("duo4", limit["fp32"] / 2))
+    for converged in run("stability", 2, tmp_path, ways=cases, momentum=momentum, steps=300):
+        assert converged == [True, False] * 3 + [True]
 
 
 @tiers.ALL
 def test_gradients_of_a_gpt_oscillate_with_the_period_of_the_limit(tmp_path: Path) -> None:
     expected = periods(0.9)
     assert [round(period, 1) for period in expected.values()] == [2.0, 10.8, 19.8]
-    for found in run("oscillation", 2, tmp_path):
-        assert found["fp32"]["loss"] < found["duo0"]["loss"] < found["stays"]["loss"]
-        assert found["fp32"]["cosines"][1] < -0.5
-        for way in ("duo0", "stays"):
-            cosines, period = found[way]["cosines"], expected[way]
+    for result in run("oscillation", 2, tmp_path):
+        assert result["fp32"]["loss"] < result["duo0"]["loss"] < result["stays"]["loss"]
+        assert result["fp32"]["cosines"][1] < -0.5
+        for codec in ("duo0", "stays"):
+            cosines, period = result[codec]["cosines"], expected[codec]
             half = min(range(len(cosines)), key=cosines.__getitem__)
             peak = max(range(half, len(cosines)), key=cosines.__getitem__)
-            assert half == pytest.approx(period / 2, rel=0.15), way
-            assert peak == pytest.approx(period, rel=0.15), way
-            assert cosines[half] < -0.5 and cosines[peak] > 0.3, way
+            assert half == pytest.approx(period / 2, rel=0.15), codec
+            assert peak == pytest.approx(period, rel=0.15), codec
+            assert cosines[half] < -0.5 and cosines[peak] > 0.3, codec

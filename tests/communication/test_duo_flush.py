@@ -1,6 +1,4 @@
-"""A training with DUO that ends before its last gradients were used in full says so; one that was
-flushed or saved says nothing.
-"""
+"""Warning of DUO if training ends with an outstanding lookahead step, and none otherwise."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""DUO's copies in host memory: copies through a bounded bridge, the memory that stays on the
-device, and training that is equal to that with copies on the device, to the last bit.
+"""DUO's copies in host memory: bounded staging buffer, device memory, and training bit-identical to
+copies on the device.
 """
 
 from __future__ import annotations
@@ -100,16 +100,16 @@ def test_with_fp32_as_the_fast_mean_training_is_that_without_duo(
 ) -> None:
     first, *others = run("identical", world, tmp_path, cases=cases, offload=True)
     assert all(other == first for other in others)
-    for name, found in first.items():
-        assert found["ahead"] == found["alone"], name
-        assert found["scale"][0] == found["scale"][1]
-        assert found["skipped"] == int("scaling" in name)
+    for name, result in first.items():
+        assert result["ahead"] == result["alone"], name
+        assert result["scale"][0] == result["scale"][1]
+        assert result["skipped"] == int("scaling" in name)
 
 
 @tiers.ALL
 def test_memory_of_copies_does_not_change_results(tmp_path: Path) -> None:
-    for found in run("offloaded", 2, tmp_path):
-        for name, ends in found.items():
+    for result in run("offloaded", 2, tmp_path):
+        for name, ends in result.items():
             assert len(ends) == 4
             assert all(end == ends[0] for end in ends), name
 
@@ -117,10 +117,10 @@ def test_memory_of_copies_does_not_change_results(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_device_memory_is_that_of_training_without_duo(sharded: bool, tmp_path: Path) -> None:
     job = {"codec": "duo4", "device": "cpu", "width": 128, "sharded": sharded}
-    for found in memory(2, tmp_path, offload=True, **job):
-        assert found["duo"] <= 1.05 * found["plain"], found
-        assert found["host"] > 0
-        assert "copies in host memory, by a bridge of 0.012 MB" in found["printed"]
-    for found in memory(2, tmp_path / "device", offload=False, **job):
-        assert found["duo"] > 1.2 * found["plain"], found
-        assert "host memory" not in found["printed"]
+    for result in memory(2, tmp_path, offload=True, **job):
+        assert result["duo"] <= 1.05 * result["plain"], result
+        assert result["host"] > 0
+        assert "copies in host memory, by a bridge of 0.012 MB" in result["printed"]
+    for result in memory(2, tmp_path / "device", offload=False, **job):
+        assert result["duo"] > 1.2 * result["plain"], result
+        assert "host memory" not in result["printed"]

@@ -1,6 +1,4 @@
-"""Real processes over gloo: DUO with an optimizer that is sharded over ranks, and parameters that
-travel as differences in few bits.
-"""
+"""DUO with a sharded optimizer in processes over gloo; parameters are sent as coded differences."""
 
 from __future__ import annotations
 
@@ -46,11 +44,11 @@ def test_in_fp32_training_is_that_of_the_optimizer_as_it_is(
     first, *others = run("identical", world, tmp_path, cases=cases)
     assert all(other == first for other in others)
     assert len(first) == len(cases)
-    for name, found in first.items():
-        assert found["ours"] == found["alone"], name
-        assert found["unflushed"] == found["alone"][0], name
-        assert found["scale"][0] == found["scale"][1], name
-        assert found["skipped"] == int("scaling" in name)
+    for name, result in first.items():
+        assert result["ours"] == result["alone"], name
+        assert result["unflushed"] == result["alone"][0], name
+        assert result["scale"][0] == result["scale"][1], name
+        assert result["skipped"] == int("scaling" in name)
 
 
 @pytest.mark.parametrize(
@@ -59,61 +57,61 @@ def test_in_fp32_training_is_that_of_the_optimizer_as_it_is(
 def test_each_step_is_that_of_the_algorithm(
     world: int, cases: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    for found in run("algorithm", world, tmp_path, cases=cases):
-        assert len(found) == len(cases)
-        for name, one in found.items():
-            assert all(one["ahead"]), (name, one)
-            assert one["near"], name
-            assert one["lossy"], name
-            assert one["flushed"], name
-            assert one["state"], name
+    for results in run("algorithm", world, tmp_path, cases=cases):
+        assert len(results) == len(cases)
+        for name, result in results.items():
+            assert all(result["ahead"]), (name, result)
+            assert result["near"], name
+            assert result["lossy"], name
+            assert result["flushed"], name
+            assert result["state"], name
 
 
 @tiers.ALL
 def test_parameters_drift_as_little_as_they_should(tmp_path: Path) -> None:
-    ways = [("duo32", True), ("duo2", True), ("duo4", "qsgd8")]
-    found, *_ = run("drift", 2, tmp_path, steps=300, ways=ways)
-    assert found["duo32 True"] == 0
-    assert found["duo2 True"] < 2e-3
-    assert found["duo4 qsgd8"] < 1e-3
+    cases = [("duo32", True), ("duo2", True), ("duo4", "qsgd8")]
+    distances, *_ = run("drift", 2, tmp_path, steps=300, ways=cases)
+    assert distances["duo32 True"] == 0
+    assert distances["duo2 True"] < 2e-3
+    assert distances["duo4 qsgd8"] < 1e-3
 
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 4])
 def test_rank_stores_its_shard_of_the_optimizer_state(world: int, tmp_path: Path) -> None:
-    everyones = run("held", world, tmp_path)
-    whole = everyones[0]["whole"]
-    assert sum(found["ours"] for found in everyones) == whole
-    for found in everyones:
-        assert found["ours"] < 1.15 * whole / world
-        assert found["held"] < 1.15 * 2 * whole / world + 1000, (
+    results = run("held", world, tmp_path)
+    total = results[0]["whole"]
+    assert sum(result["ours"] for result in results) == total
+    for result in results:
+        assert result["ours"] < 1.15 * total / world
+        assert result["held"] < 1.15 * 2 * total / world + 1000, (
             "AdamW keeps two values of each, DUO two more"
         )
         headers = 3 * 20 * 40 * world
-        for wire, raw, theory in zip(found["wire"], found["raw"], found["theory"], strict=True):
+        for wire, raw, theory in zip(result["wire"], result["raw"], result["theory"], strict=True):
             assert wire <= 1.03 * theory + headers
             assert theory <= raw
-        gradients, slow, parameters = found["raw"]
+        gradients, slow, parameters = result["raw"]
         assert slow <= gradients
-        assert found["wire"][0] < 0.2 * gradients + headers
-        assert found["wire"][2] < 0.2 * parameters + headers
-        assert found["checks"] == 2
-        assert "memory of this rank's optimizer" in found["printed"]
+        assert result["wire"][0] < 0.2 * gradients + headers
+        assert result["wire"][2] < 0.2 * parameters + headers
+        assert result["checks"] == 2
+        assert "memory of this rank's optimizer" in result["printed"]
 
 
 @tiers.ALL
 def test_clipping_uses_the_norm_over_all_ranks(tmp_path: Path) -> None:
-    for found in run("clipped", 2, tmp_path):
-        assert found["apart"] < 1e-5 < 1e-2 < found["unclipped"]
+    for result in run("clipped", 2, tmp_path):
+        assert result["apart"] < 1e-5 < 1e-2 < result["unclipped"]
 
 
 @tiers.ALL
 def test_resumed_training_is_bit_equal(tmp_path: Path) -> None:
     first, *others = run("resumed", 2, tmp_path, where=str(tmp_path))
-    for found in (first, *others):
-        for name, (ahead, again_ahead, whole, again) in found.items():
-            assert again_ahead == ahead, name
-            assert again == whole, name
+    for results in (first, *others):
+        for name, (ahead, resumed_ahead, expected, resumed) in results.items():
+            assert resumed_ahead == ahead, name
+            assert resumed == expected, name
 
 
 @tiers.ALL
@@ -123,16 +121,16 @@ def test_flush_allows_resuming_on_other_ranks(
     first, second = run("evaluated", 2, tmp_path, where=str(tmp_path))
     assert first == second
     assert first["moved"] and first["again"]
-    for found in run("loaded", 4, tmp_path / "more", where=str(tmp_path)):
-        assert found["ends"][0] == found["ends"][1]
-        assert "optimizer has other shards" in found["other rank"]["text"]
+    for result in run("loaded", 4, tmp_path / "more", where=str(tmp_path)):
+        assert result["ends"][0] == result["ends"][1]
+        assert "optimizer has other shards" in result["other rank"]["text"]
 
 
 @tiers.ALL
 def test_unsupported_sharding_is_an_error(tmp_path: Path) -> None:
     first, second = run("refused", 2, tmp_path)
     assert first == second
-    texts = {name: found["text"] for name, found in first.items()}
+    texts = {name: result["text"] for name, result in first.items()}
     for name, text in {
         "no duo": "only DUO shards the optimizer",
         "rows": "Adafactor cannot be sharded over ranks",
@@ -157,6 +155,6 @@ def test_a_rank_that_is_killed_is_an_error_on_the_other(tmp_path: Path) -> None:
 
 @tiers.ALL
 def test_different_parameters_are_an_error_on_all_ranks(tmp_path: Path) -> None:
-    for found in run("apart", 2, tmp_path):
-        assert found["kind"] == "RankError"
-        assert "the parameters of rank" in found["text"]
+    for result in run("apart", 2, tmp_path):
+        assert result["kind"] == "RankError"
+        assert "the parameters of rank" in result["text"]

@@ -1,4 +1,4 @@
-"""Real processes over gloo: gradients in FP32 inside nodes, and coded between them."""
+"""Hierarchical reduction in processes over gloo: codecs between nodes, FP32 or a codec inside."""
 
 from __future__ import annotations
 
@@ -30,23 +30,20 @@ run = functools.partial(ranks.results, script="hierarchy_rank.py")
 
 
 EXACT = ("fp32", "1bit*")
-"""Those that draw no random numbers and code values as they lie: their means are known to
-the bit.
+"""Codecs without random numbers that encode values in their layout: their means are known exactly.
 """
 
 
 def predicted(codec: str, world: int, size: int, buckets: int) -> list[float]:
-    """Return the predicted bytes that all ranks send between nodes and inside them, in five steps
-    of the training.
-    """
+    """Return the predicted bytes that all ranks send between and inside nodes in five steps."""
     parameters = [Parameter(name, p.numel()) for name, p in Network().named_parameters()]
     nodes = world // size
-    one = coded(parameters, uniform(parameters, codec), world, of_copy(1e9, ""), size=size)
-    # DistributedDataParallel makes its buckets anew after the first step, and each has a header.
+    costs = coded(parameters, uniform(parameters, codec), world, of_copy(1e9, ""), size=size)
+    # DistributedDataParallel rebuilds its buckets after the first step, and each has a header.
     across, inside = size * HEADER * (1 if nodes == 2 else nodes), size * HEADER
     return [
-        nodes * share(nodes) * (5 * (one.nbytes - across) + buckets * across),
-        world * share(size) * (5 * (one.inside - inside) + buckets * inside),
+        nodes * share(nodes) * (5 * (costs.nbytes - across) + buckets * across),
+        world * share(size) * (5 * (costs.inside - inside) + buckets * inside),
     ]
 
 
@@ -60,28 +57,28 @@ def test_gradients_are_coded_between_nodes_alone(
 ) -> None:
     first, *others = run("codecs", world, tmp_path, size=size, codecs=codecs)
     for name in codecs:
-        found = first[name]
-        assert all(other[name]["weights"] == found["weights"] for other in others), name
+        result = first[name]
+        assert all(other[name]["weights"] == result["weights"] for other in others), name
         if name in EXACT:
             equal = [step for rank in (first, *others) for step in rank[name]["equal"]]
             assert equal == [[True, True]] * 2 * world, name
-        wire, theory, raw, inside = found["wire"]
-        heads = 36 * 2 * found["buckets"] * (world // size - 1)
-        assert wire <= 1.03 * theory + heads + 40 * 6 * 9 * world, name
+        wire, theory, raw, inside = result["wire"]
+        headers = 36 * 2 * result["buckets"] * (world // size - 1)
+        assert wire <= 1.03 * theory + headers + 40 * 6 * 9 * world, name
         assert inside >= raw, "as much inside a node as goes between nodes, and more, in FP32"
-        if name != "1bit":  # its bytes follow from shapes
-            sums = [[rank[name]["wire"][at] for rank in (first, *others)] for at in (0, 3)]
-            assert [sum(one) for one in sums] == predicted(name, world, size, found["buckets"]), (
-                name
-            )
-        assert found["checks"] == 3
-        assert "in FP32 within the node" in found["printed"]
+        if name != "1bit":  # its message sizes depend on shapes
+            sums = [[rank[name]["wire"][index] for rank in (first, *others)] for index in (0, 3)]
+            assert [sum(item) for item in sums] == predicted(
+                name, world, size, result["buckets"]
+            ), name
+        assert result["checks"] == 3
+        assert "in FP32 within the node" in result["printed"]
         if name == "qsgd2":
             assert wire < 0.5 * raw
 
 
 def holds_of_plans(first: Any, *others: Any) -> None:
-    """What ranks have found of nodes to plan for, and their plan for those that torchrun says."""
+    """Assert the nodes that ranks detect for planning, and their plan for the nodes of torchrun."""
     assert first["in a row"] == ["2 nodes of 2 ranks: 0, 1; 2, 3", False]
     assert first["torchrun"] == ["2 nodes of 2 ranks: 0, 2; 1, 3", False]
     assert all(
@@ -165,7 +162,7 @@ def test_plan_records_the_scope_of_its_codecs() -> None:
         warnings.simplefilter("error")
         asked(between_nodes(2)).tell(NodeGroups(((0, 1), (2, 3))), "collective")
         asked({}).tell(None, "collective")
-        asked(between_nodes(4), codec="").tell(None, "collective")  # nothing is coded
+        asked(between_nodes(4), codec="").tell(None, "collective")  # without codecs
 
 
 TWO_LEVELS = {"hierarchical": 2, "inside": "qsgd8"}
@@ -191,8 +188,8 @@ def test_resumed_training_with_two_levels_is_bit_equal(tmp_path: Path) -> None:
     job = {"script": "compressed_rank.py", "where": str(tmp_path), "compress": TWO_LEVELS}
     first, *others = run("resumed", 4, tmp_path, **job)
     assert all(other == first for other in others)
-    for codec, (full, again, without) in first.items():
-        assert again == full != without, codec
+    for codec, (expected, resumed, without) in first.items():
+        assert resumed == expected != without, codec
 
 
 @tiers.ALL
@@ -201,9 +198,9 @@ def test_duo_reduces_in_two_levels(transport: str, tmp_path: Path) -> None:
     settings = {**TWO_LEVELS, "transport": transport}
     job = {"codecs": ["duo0", "duo1", "duo4"], "buckets": 0.02, "compress": settings}
     first, *others = run("elsewhere", 4, tmp_path, script="compressed_rank.py", **job)
-    for name, made in first.items():
-        assert made["kernels"] == made["operators"], name
-        assert all(other[name]["kernels"] == made["kernels"] for other in others), name
+    for name, result in first.items():
+        assert result["kernels"] == result["operators"], name
+        assert all(other[name]["kernels"] == result["kernels"] for other in others), name
 
 
 @tiers.ALL
@@ -212,19 +209,19 @@ def test_sharded_models_reduce_in_two_levels(transport: str, tmp_path: Path) -> 
     for inside in ("fp32", "qsgd8"):
         settings = {"hierarchical": 2, "inside": inside, "transport": transport}
         job = {"codecs": ["fp32", "qsgd8", "1bit*"], "compress": settings}
-        for found in run("codecs", 4, tmp_path, script="sharded_rank.py", **job):
-            assert found["fp32"]["apart"] < 1e-6
-            assert found["qsgd8"]["apart"] < 3 / 127
-            assert all(found[name]["finite"] for name in job["codecs"])
-            wire, raw, theory = found["qsgd8"]["wire"]
-            assert wire <= 1.03 * theory + 100 * found["qsgd8"]["buckets"]
+        for result in run("codecs", 4, tmp_path, script="sharded_rank.py", **job):
+            assert result["fp32"]["apart"] < 1e-6
+            assert result["qsgd8"]["apart"] < 3 / 127
+            assert all(result[name]["finite"] for name in job["codecs"])
+            wire, raw, theory = result["qsgd8"]["wire"]
+            assert wire <= 1.03 * theory + 100 * result["qsgd8"]["buckets"]
             assert wire < 0.35 * raw
-            assert "within the node" in found["qsgd8"]["printed"]
+            assert "within the node" in result["qsgd8"]["printed"]
     settings = {**TWO_LEVELS, "transport": transport}
     job = {"script": "sharded_rank.py", "where": str(tmp_path), "compress": settings}
-    for found in run("resumed", 4, tmp_path, **job):
-        for codec, (full, again, without) in found.items():
-            assert again == full != without, codec
+    for result in run("resumed", 4, tmp_path, **job):
+        for codec, (expected, resumed, without) in result.items():
+            assert resumed == expected != without, codec
 
 
 @tiers.ALL
@@ -232,9 +229,9 @@ def test_sharded_models_reduce_in_two_levels(transport: str, tmp_path: Path) -> 
 def test_no_error_feedback_is_lost_when_codecs_between_nodes_change(
     transport: str, tmp_path: Path
 ) -> None:
-    for found in run("changes", 4, tmp_path, compress={"transport": transport}):
-        assert found["lost"] > 1e-3, "error feedback is pending before the last change"
-        assert found["unexplained"] < 1e-5
+    for result in run("changes", 4, tmp_path, compress={"transport": transport}):
+        assert result["lost"] > 1e-3, "error feedback is pending before the last change"
+        assert result["unexplained"] < 1e-5
 
 
 @tiers.EVERY
@@ -300,29 +297,29 @@ def test_plan_for_another_transport_is_reported_once() -> None:
         warnings.simplefilter("error")
         for notes, codec in (({TRANSPORT: "collective"}, "qsgd8"), ({}, "qsgd8"), ({}, "")):
             asked(notes, codec).tell(None, "collective")
-        asked({TRANSPORT: "point_to_point"}, "").tell(None, "collective")  # nothing is coded
+        asked({TRANSPORT: "point_to_point"}, "").tell(None, "collective")  # without codecs
 
 
 @tiers.ALL
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_plan_of_two_levels_trains_as_its_codecs_alone(transport: str, tmp_path: Path) -> None:
-    """Each parameter has the gradient of `compress(codec, inside=...)` with its codecs."""
-    for found in run("two_levels", 4, tmp_path, transport=transport):
-        assert found["equal"] == [True, True]
-        assert found["statement"] == found["expected"]
-        assert "in FP32 and qsgd8 within the node" in found["printed"]
-        told = [text for text in found["warned"] if "chosen for the transport" in text]
-        assert len(told) == (transport == "collective")
-        assert "has another tensor codec than rank" in found["differ"]["text"]
-        assert "inside nodes" in found["differ"]["text"]
+    """Each parameter has the same gradient as with `compress(codec, inside=...)`."""
+    for result in run("two_levels", 4, tmp_path, transport=transport):
+        assert result["equal"] == [True, True]
+        assert result["statement"] == result["expected"]
+        assert "in FP32 and qsgd8 within the node" in result["printed"]
+        messages = [text for text in result["warned"] if "chosen for the transport" in text]
+        assert len(messages) == (transport == "collective")
+        assert "has another tensor codec than rank" in result["differ"]["text"]
+        assert "inside nodes" in result["differ"]["text"]
 
 
 @tiers.ALL
 def test_corrupt_message_inside_a_node_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    for found in run("harmed", 4, tmp_path):
-        assert found["kind"] == "RankError"
+    for result in run("harmed", 4, tmp_path):
+        assert result["kind"] == "RankError"
         assert (
-            "rank 2 cannot read the message of rank 3 for bucket 1 of step 2: its" in found["text"]
+            "rank 2 cannot read the message of rank 3 for bucket 1 of step 2: its" in result["text"]
         )
 
 
@@ -333,15 +330,15 @@ def test_nodes_hold_each_rank_once(names: list[str]) -> None:
         with pytest.raises(OptionError, match="ranks, but"):
             grouped(names)
         return
-    found = grouped(names)
-    assert (found is None) == (sizes == {1})
-    if found is not None:
-        assert sorted(rank for node in found.ranks for rank in node) == list(range(len(names)))
+    groups = grouped(names)
+    assert (groups is None) == (sizes == {1})
+    if groups is not None:
+        assert sorted(rank for node in groups.ranks for rank in node) == list(range(len(names)))
         for rank in range(len(names)):
-            assert {names[other] for other in found.node_of(rank)} == {names[rank]}
-            across = found.across(rank)
+            assert {names[other] for other in groups.node_of(rank)} == {names[rank]}
+            across = groups.across(rank)
             assert len({names[other] for other in across}) == len(across) == len(set(names))
-            assert {found.across(other) for other in across} == {across}
+            assert {groups.across(other) for other in across} == {across}
 
 
 def test_ranks_in_a_row() -> None:

@@ -1,6 +1,4 @@
-"""Messages in chunks hold all values once, in order, cut where units of codecs end, whatever the
-parameters.
-"""
+"""Chunks of messages: each value once, in order, cut at unit boundaries; messages of outcomes."""
 
 from __future__ import annotations
 
@@ -26,25 +24,25 @@ def test_a_message_is_cut_into_all_of_it(
     shapes: list[tuple[str, list[int]]], ranks: int, data: st.DataObject, most: int
 ) -> None:
     pieces = [
-        piece(str(at), at, shape, codec_named(name), ranks)
-        for at, (name, shape) in enumerate(shapes)
+        piece(str(index), index, shape, codec_named(name), ranks)
+        for index, (name, shape) in enumerate(shapes)
     ]
     owner = data.draw(st.integers(0, ranks - 1))
-    parts = [one.part(owner) for one in pieces]
-    found = chunks_of(pieces, parts, most)
-    edges = [0, *(one.wire.stop for one in found)]
-    assert [(one.wire.start, one.wire.stop) for one in found] == list(itertools.pairwise(edges))
+    parts = [item.part(owner) for item in pieces]
+    chunks = chunks_of(pieces, parts, most)
+    edges = [0, *(item.wire.stop for item in chunks)]
+    assert [(item.wire.start, item.wire.stop) for item in chunks] == list(itertools.pairwise(edges))
     assert edges[-1] == HEADER + sum(
-        one.codec.nbytes(part.stop - part.start) for one, part in zip(pieces, parts, strict=True)
+        item.codec.nbytes(part.stop - part.start) for item, part in zip(pieces, parts, strict=True)
     )
-    assert all(one.wire.stop > one.wire.start for one in found)
-    for place, (one, part) in enumerate(zip(pieces, parts, strict=True)):
-        runs = [run for chunk in found for run in chunk.runs if run.place == place]
+    assert all(item.wire.stop > item.wire.start for item in chunks)
+    for piece_index, (item, part) in enumerate(zip(pieces, parts, strict=True)):
+        runs = [run for chunk in chunks for run in chunk.runs if run.place == piece_index]
         assert [
             value for run in runs for value in range(run.values.start, run.values.stop)
         ] == list(range(part.stop - part.start))
-        assert all(run.values.start % one.codec.unit == 0 for run in runs)
-    for chunk in found:
+        assert all(run.values.start % item.codec.unit == 0 for run in runs)
+    for chunk in chunks:
         sizes = [run.values.stop - run.values.start for run in chunk.runs]
         units = [pieces[run.place].codec.unit for run in chunk.runs]
         assert sum(sizes) <= max([most, *units])
@@ -54,20 +52,24 @@ def test_a_message_is_cut_into_all_of_it(
 def test_values_become_the_same_in_however_many_chunks_of(
     name: str, n: int, most: int, seed: int
 ) -> None:
-    one = piece("w", 0, [n], codec_named(name), 1)
+    parameter = piece("w", 0, [n], codec_named(name), 1)
     values = torch.randn(n, generator=torch.Generator().manual_seed(seed))
-    made = []
+    results = []
     for limit in (most, n):
-        residual, found = torch.zeros(n) if one.codec.residual else None, torch.empty(n)
-        for run in (run for chunk in chunks_of([one], [slice(0, n)], limit) for run in chunk.runs):
+        residual, decoded = torch.zeros(n) if parameter.codec.residual else None, torch.empty(n)
+        for run in (
+            run for chunk in chunks_of([parameter], [slice(0, n)], limit) for run in chunk.runs
+        ):
             wire = torch.empty(run.wire.stop - run.wire.start, dtype=torch.uint8)
-            left = None if residual is None else residual[run.values]
-            one.codec.encode(values[run.values], wire, Draw(seed, 3, run.values.start), left)
-            one.codec.decode(wire, found[run.values])
-        made.append((found, residual))
-    (first, left), (second, other) = made
+            remainder = None if residual is None else residual[run.values]
+            parameter.codec.encode(
+                values[run.values], wire, Draw(seed, 3, run.values.start), remainder
+            )
+            parameter.codec.decode(wire, decoded[run.values])
+        results.append((decoded, residual))
+    (first, remainder), (second, other_remainder) = results
     assert torch.equal(first, second)
-    assert left is other is None or torch.equal(left, other)
+    assert remainder is other_remainder is None or torch.equal(remainder, other_remainder)
 
 
 @given(st.lists(st.text(min_size=1).filter(lambda text: not text.endswith("\0"))), st.booleans())
@@ -76,10 +78,10 @@ def test_an_outcome_is_read_as_it_was_sent_with_any_characters_in_a_fault(
 ) -> None:
     for repeats in (1, 400):
         sent = StepOutcome([fault * repeats for fault in faults], 2**32 - 1, finite)
-        found = StepOutcome.unpacked(sent.packed())
-        assert (found.digest, found.finite) == (2**32 - 1, finite)
-        assert len(found.faults) == min(1, len(faults))
-        for fault in found.faults:
+        received = StepOutcome.unpacked(sent.packed())
+        assert (received.digest, received.finite) == (2**32 - 1, finite)
+        assert len(received.faults) == min(1, len(faults))
+        for fault in received.faults:
             assert sent.faults[0].startswith(fault)
             assert len(fault.encode()) >= min(len(sent.faults[0].encode()), 500)
 

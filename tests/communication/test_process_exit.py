@@ -1,6 +1,4 @@
-"""Real processes over gloo that end like a user's script: the threads of a compressed training end
-before the interpreter does.
-"""
+"""Exit of processes with compressed gradients: communication threads end before the interpreter."""
 
 from __future__ import annotations
 

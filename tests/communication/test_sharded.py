@@ -1,4 +1,4 @@
-"""Real processes over gloo: gradients that FSDP2 reduces and scatters go through a codec."""
+"""Codecs in the reduce-scatter of FSDP2, in processes over gloo."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ run = functools.partial(ranks.results, script="sharded_rank.py")
     tiers.chosen([(2, ["fp32", "qsgd8"])], [(2, CODECS), (3, CODECS[::2])]),
 )
 def test_codecs_reduce_and_scatter(world: int, codecs: list[str], tmp_path: Path) -> None:
-    for found in run("codecs", world, tmp_path, codecs=codecs):
-        assert found["plain"] < 1e-5
+    for results in run("codecs", world, tmp_path, codecs=codecs):
+        assert results["plain"] < 1e-5
         for name in codecs:
-            one = found[name]
-            assert one["equal"] == (name == "fp32"), name
-            assert one["apart"] < {
+            result = results[name]
+            assert result["equal"] == (name == "fp32"), name
+            assert result["apart"] < {
                 "fp32": 1e-9,
                 "fp16": 1e-3,
                 "bf16": 1e-2,
                 "qsgd16": 1e-4,
                 "qsgd8": 1 / 127,
             }.get(name, 2)
-            assert one["finite"]
-            assert one["steps"] == 4
-            assert one["buckets"] == 4 * 4, "three blocks and the rest"
-            wire, raw, theory = one["wire"]
-            assert wire <= 1.03 * theory + 100 * one["buckets"] * (world - 1), name
-            assert (one["variance"] == 0) == (name == "fp32")
-            assert f"{name} on rank" in one["printed"]
-            assert "replicas" not in one["printed"]
+            assert result["finite"]
+            assert result["steps"] == 4
+            assert result["buckets"] == 4 * 4, "three blocks and the rest"
+            wire, raw, theory = result["wire"]
+            assert wire <= 1.03 * theory + 100 * result["buckets"] * (world - 1), name
+            assert (result["variance"] == 0) == (name == "fp32")
+            assert f"{name} on rank" in result["printed"]
+            assert "replicas" not in result["printed"]
             if name == "qsgd8":
                 assert wire < 0.35 * raw
 
@@ -49,34 +49,34 @@ def test_codecs_reduce_and_scatter(world: int, codecs: list[str], tmp_path: Path
 @pytest.mark.parametrize("world", [2, 3])
 def test_stochastic_rounding_is_unbiased(world: int, tmp_path: Path) -> None:
     draws = 50
-    for found in run("unbiased", world, tmp_path, draws=draws):
-        assert found["differ"]
-        assert found["one"] < 1 / 7
-        assert found["mean"] < 5 / 7 / draws**0.5 / 2
+    for result in run("unbiased", world, tmp_path, draws=draws):
+        assert result["differ"]
+        assert result["one"] < 1 / 7
+        assert result["mean"] < 5 / 7 / draws**0.5 / 2
 
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
 def test_resumed_training_is_bit_equal(world: int, tmp_path: Path) -> None:
-    for found in run("resumed", world, tmp_path, where=str(tmp_path)):
-        for codec, (whole, again, without) in found.items():
-            assert again == whole, codec
-            assert without != whole, codec
+    for result in run("resumed", world, tmp_path, where=str(tmp_path)):
+        for codec, (expected, resumed, without) in result.items():
+            assert resumed == expected, codec
+            assert without != expected, codec
     if world == 2:
-        for found in run("loaded", 3, tmp_path / "more", where=str(tmp_path)):
-            assert len(found["warned"]) == 1
-            assert "of 2, but this is rank" in found["warned"][0]
+        for result in run("loaded", 3, tmp_path / "more", where=str(tmp_path)):
+            assert len(result["warned"]) == 1
+            assert "of 2, but this is rank" in result["warned"][0]
 
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
 def test_sharded_training_settings(world: int, tmp_path: Path) -> None:
-    found = run("cases", world, tmp_path)
-    for rank in found:
+    results = run("cases", world, tmp_path)
+    for rank in results:
         assert rank["accumulates"] < 1e-5
         assert rank["unused"] and rank["bf16"] and rank["compiled"]
         assert "set_reduce_scatter_unused_params" in rank["unused with a residual"]["text"]
-    assert all(rank["infinity"] for rank in found), "an infinity on one rank reaches all of them"
+    assert all(rank["infinity"] for rank in results), "an infinity on one rank reaches all of them"
 
 
 @tiers.ALL
@@ -98,11 +98,11 @@ def test_unsupported_setting_is_an_error(world: int, tmp_path: Path) -> None:
         assert all(text in rank[name]["text"] for rank in alone), name
         assert all(rank[name]["rank"] == 1 for rank in alone if rank is not alone[1]), name
     assert all(
-        {name: one["text"] for name, one in other.items()}
-        == {name: one["text"] for name, one in first.items()}
+        {name: result["text"] for name, result in other.items()}
+        == {name: result["text"] for name, result in first.items()}
         for other in others
     )
-    texts = {name: one["text"] for name, one in first.items()}
+    texts = {name: result["text"] for name, result in first.items()}
     for name, text in {
         "columns": "encodes columns of parameters",
         "duo": "DUO requires a DistributedDataParallel",
@@ -119,19 +119,19 @@ def test_unsupported_setting_is_an_error(world: int, tmp_path: Path) -> None:
 
 @tiers.ALL
 def test_torch_distributed_debug_reports_no_error(tmp_path: Path) -> None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-    for found in run("codecs", 2, tmp_path, codecs=["fp32", "qsgd8", "1bit*"], debug="DETAIL"):
-        assert found["debug"] == "DETAIL"
-        assert found["fp32"]["equal"]
-        assert found["qsgd8"]["finite"] and found["1bit*"]["finite"]
+    """The ranks run with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    for result in run("codecs", 2, tmp_path, codecs=["fp32", "qsgd8", "1bit*"], debug="DETAIL"):
+        assert result["debug"] == "DETAIL"
+        assert result["fp32"]["equal"]
+        assert result["qsgd8"]["finite"] and result["1bit*"]["finite"]
 
 
 @tiers.ALL
 def test_corrupt_message_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    for found in run("faults", 3, tmp_path, how="harm"):
-        assert found["kind"] == "RankError"
+    for result in run("faults", 3, tmp_path, how="harm"):
+        assert result["kind"] == "RankError"
         assert (
-            "rank 0 cannot read the message of rank 1 for blocks.1 in step 2: its" in found["text"]
+            "rank 0 cannot read the message of rank 1 for blocks.1 in step 2: its" in result["text"]
         )
 
 
@@ -146,6 +146,6 @@ def test_a_rank_that_is_killed_is_an_error_on_all_others(tmp_path: Path) -> None
 
 @tiers.ALL
 def test_one_rank_trains_as_it_is(tmp_path: Path) -> None:
-    (found,) = run("alone", 1, tmp_path)
-    assert found["equal"]
-    assert "no communication" in found["printed"]
+    (result,) = run("alone", 1, tmp_path)
+    assert result["equal"]
+    assert "no communication" in result["printed"]

@@ -1,6 +1,4 @@
-"""Both transports carry the same bytes: real processes over gloo, and tensors that have no memory
-on the host.
-"""
+"""Both transports send the same values: processes over gloo, and tensors on the meta device."""
 
 from __future__ import annotations
 
@@ -57,8 +55,8 @@ def test_both_transports_train_the_same_replicas(
             assert rank[name]["weights"] == expected["weights"], name
             assert rank[name]["checks"] == 3
         for sender, receiver in zip(pairwise, collective, strict=True):
-            heads = HEADER * (world - 1) * (1 if world == 2 else 2) * expected["buckets"]
-            sent = sender[name]["wire"] - heads
+            headers = HEADER * (world - 1) * (1 if world == 2 else 2) * expected["buckets"]
+            sent = sender[name]["wire"] - headers
             # All-gathers pad to the largest shard: up to a unit of each parameter.
             assert sent <= receiver[name]["wire"] <= 2 * sent, name
             if world == 2:  # an all-gather of one message needs no padding
@@ -80,7 +78,7 @@ def test_any_size_bucket_and_chunk_gives_the_same_values(world: int, tmp_path: P
 
 @tiers.ALL
 def test_training_settings_give_the_same_values(tmp_path: Path) -> None:
-    """With accumulation, join, loss scaling, unused parameters and BF16."""
+    """The settings are accumulation, join, loss scaling, unused parameters and BF16."""
     pairwise, collective = compressed("cases", 2, tmp_path)
     assert collective == pairwise
 
@@ -99,10 +97,10 @@ def test_sharded_models_get_the_same_gradients(world: int, tmp_path: Path) -> No
 def test_nodes_send_the_same_values(world: int, tmp_path: Path) -> None:
     job = {"size": 2, "codecs": ["fp32", "1bit*", "qsgd4"]}
     pairwise, collective = of_both("codecs", world, tmp_path, script="hierarchy_rank.py", **job)
-    for expected, found in zip(pairwise, collective, strict=True):
+    for expected, result in zip(pairwise, collective, strict=True):
         for name in job["codecs"]:
-            assert found[name]["weights"] == expected[name]["weights"], name
-            assert found[name]["equal"] == expected[name]["equal"], name
+            assert result[name]["weights"] == expected[name]["weights"], name
+            assert result[name]["equal"] == expected[name]["equal"], name
 
 
 @tiers.ALL
@@ -118,7 +116,7 @@ def test_duo_takes_the_same_steps(tmp_path: Path) -> None:
         rank["duo4"]["kernels"] for rank in pairwise
     ]
     for rank in collective:
-        assert all(made["kernels"] == made["operators"] for made in rank.values())
+        assert all(result["kernels"] == result["operators"] for result in rank.values())
 
 
 @tiers.ALL
@@ -131,9 +129,9 @@ def test_corrupt_message_is_an_error_on_all_ranks(how: str, world: int, tmp_path
     if how == "payload":
         reason = "they must be bit-identical"
     job = {"script": FAULTS, "how": how, "compress": {"transport": COLLECTIVE}}
-    for found in ranks.results("faults", world, tmp_path, **job):
-        assert found["kind"] == "RankError"
-        assert reason in found["text"]
+    for result in ranks.results("faults", world, tmp_path, **job):
+        assert result["kind"] == "RankError"
+        assert reason in result["text"]
 
 
 @tiers.ALL
@@ -154,25 +152,25 @@ def test_a_rank_that_is_killed_is_an_error_on_all_others(world: int, tmp_path: P
         assert rank.code == 0, rank.log
         assert rank.result["kind"] == "RankError"
         assert "no longer responds" in rank.result["text"]
-    # A rank may name one that has ended since it met the killed rank first.
+    # A rank may name another rank that has ended because that rank detected the killed rank first.
     assert any("rank 1 no longer responds" in rank.result["text"] for rank in others)
 
 
 def test_transport_follows_backend_and_codecs(tmp_path: Path) -> None:
-    (found,) = ranks.results("choices", 1, tmp_path, script="transport_rank.py")
-    assert found["gloo"] == [POINT_TO_POINT, POINT_TO_POINT, COLLECTIVE]
-    assert found["device"] == [COLLECTIVE, POINT_TO_POINT, COLLECTIVE]
-    assert found["aqgb"] == [POINT_TO_POINT, POINT_TO_POINT]
-    assert "aqgb is encoded in host memory" in found["aqgb on device"]["text"]
-    assert "no backend with collectives of bytes on cuda" in found["gloo on cuda"]["text"]
-    assert "unknown transport 'colective'" in found["unknown"]["text"]
-    assert "did you mean 'collective'?" in found["unknown"]["text"]
+    (result,) = ranks.results("choices", 1, tmp_path, script="transport_rank.py")
+    assert result["gloo"] == [POINT_TO_POINT, POINT_TO_POINT, COLLECTIVE]
+    assert result["device"] == [COLLECTIVE, POINT_TO_POINT, COLLECTIVE]
+    assert result["aqgb"] == [POINT_TO_POINT, POINT_TO_POINT]
+    assert "aqgb is encoded in host memory" in result["aqgb on device"]["text"]
+    assert "no backend with collectives of bytes on cuda" in result["gloo on cuda"]["text"]
+    assert "unknown transport 'colective'" in result["unknown"]["text"]
+    assert "did you mean 'collective'?" in result["unknown"]["text"]
 
 
 def test_ranks_agree_on_a_transport(tmp_path: Path) -> None:
-    for found in ranks.results("agreement", 2, tmp_path, script="transport_rank.py"):
-        assert "rank 1 has another transport than rank 0" in found["differ"]["text"]
-        assert found["auto"] == [POINT_TO_POINT] * 3
+    for result in ranks.results("agreement", 2, tmp_path, script="transport_rank.py"):
+        assert "rank 1 has another transport than rank 0" in result["differ"]["text"]
+        assert result["auto"] == [POINT_TO_POINT] * 3
 
 
 class DeviceGroup(distributed.ProcessGroup):
@@ -211,7 +209,7 @@ class _Done(distributed.Work):
 @tiers.one_in(3)
 @pytest.mark.parametrize(("rank", "world"), [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)])
 def test_collectives_leave_nothing_on_the_host(rank: int, world: int) -> None:
-    """Without a group on the CPU: only the end of a step uses it."""
+    """The reducer has no group on the CPU, which only the end of a step uses."""
     meta, shapes = torch.device("meta"), ((40, 300), (129,), (7, 5, 3, 3), (1,), (1031,))
     fast = [duo.fast for duo in DUOS.values()]
     for codec in (*map(codec_named, FIXED), *fast):
@@ -233,7 +231,7 @@ def test_collectives_leave_nothing_on_the_host(rank: int, world: int) -> None:
 
 
 def test_a_transport_over_the_host_fails_without_a_host() -> None:
-    """The check above detects messages in host memory."""
+    """The meta device detects messages in host memory."""
     meta = torch.device("meta")
     reducer = Reducer(None, CompressorState(0, 3, "qsgd8", 0, meta))
     item = piece("w", 0, (40, 30), codec_named("qsgd8"), 3)

@@ -1,4 +1,4 @@
-"""Local batches of different sizes: no sample is lost or repeated, and all ranks have all steps."""
+"""Batch sampler with unequal local batches: each sample once, and the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_sample_has_one_rank_and_every_rank_all_steps(
         assert all(1 <= size <= batch for size, batch in zip(sizes, batches, strict=True))
         if sum(sizes) == total:
             assert sizes == batches
-        else:  # only where the last samples are too few for all ranks
+        else:  # only if the last samples are too few for all ranks
             assert step == steps - 1 or samples % total < world
         if not shuffle:
             assert sorted(itertools.chain(*parts)) == list(

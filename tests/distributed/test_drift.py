@@ -1,6 +1,4 @@
-"""When the ranks plan anew, as a pure function: a lasting change is seen once it has lasted, and
-noise alone never is.
-"""
+"""Drift detection as a pure function: a change is detected after the patience, noise is not."""
 
 from __future__ import annotations
 
@@ -26,15 +24,13 @@ ANY = st.floats(0.1, 10)
 
 
 def run(paces: list[float], how: Hysteresis = HOW, rooms: list[Room] | None = None) -> list[int]:
-    """Returns the steps after which a rank that is alone would be planned for anew, with a
-    cool-down after each.
-    """
-    seen, decided = StepWindow(), []
+    """Return the steps after which a single rank replans, with a cool-down after each."""
+    window, decided = StepWindow(), []
     for step, pace in enumerate(paces):
-        seen = seen.after_step(pace, rooms[step] if rooms else None, how.patience)
-        if drift([seen.summary(how)], ["device"]) is not None:
+        window = window.after_step(pace, rooms[step] if rooms else None, how.patience)
+        if drift([window.summary(how)], ["device"]) is not None:
             decided.append(step)
-            seen = StepWindow(resting=how.cooldown)
+            window = StepWindow(resting=how.cooldown)
     return decided
 
 
@@ -58,12 +54,12 @@ def test_two_decisions_are_as_far_apart_as_they_must_be(paces: list[float]) -> N
     assert all(
         after - before >= HOW.cooldown + HOW.patience for before, after in itertools.pairwise(steps)
     )
-    # And there is one wherever enough steps in a row lie beyond: the mirror of the tests above.
+    # The first decision follows the first `patience` consecutive steps beyond the tolerance.
     first = next(
         (
-            at
-            for at in range(HOW.patience, len(paces) + 1)
-            if _beyond(paces[at - HOW.patience : at])
+            end
+            for end in range(HOW.patience, len(paces) + 1)
+            if _beyond(paces[end - HOW.patience : end])
         ),
         None,
     )
@@ -82,41 +78,40 @@ def _beyond(paces: list[float]) -> bool:
 def test_slower_device_is_detected_once_after_patience(
     before: list[float], slowdown: float, noise: list[float]
 ) -> None:
-    steps = run([*before, *(slowdown * one for one in noise)])
+    steps = run([*before, *(slowdown * factor for factor in noise)])
     assert steps[0] <= len(before) + HOW.patience - 1
-    # What was seen is what is reckoned with from then on, so that the same slowness is not seen
-    # again.
-    assert run([*before, *(one for one in noise)]) == []
+    # The next plan predicts the measured pace, relative to which the same steps are no drift.
+    assert run([*before, *(factor for factor in noise)]) == []
 
 
 @given(st.lists(st.tuples(ANY, st.sampled_from("ab")), min_size=1, max_size=6))
 def test_a_class_is_as_slow_as_its_slowest_rank(ranks: list[tuple[float, str]]) -> None:
-    everyones = [
+    summaries = [
         WindowSummary(pace, slower=pace > 1.15, faster=pace < 1 / 1.15,
         allowed=1e9 * pace) for pace, _ in ranks
     ]  # fmt: skip
     classes = [name for _, name in ranks]
-    found = drift(everyones, classes) or Drift()
-    of = {name: [pace for pace, other in ranks if other == name] for name in classes}
-    assert set(found.slower) == {rank for rank, (pace, _) in enumerate(ranks) if pace > 1.15}
-    assert set(found.faster) == {
-        rank for rank, (_, name) in enumerate(ranks) if max(of[name]) < 1 / 1.15
+    result = drift(summaries, classes) or Drift()
+    paces_of = {name: [pace for pace, other in ranks if other == name] for name in classes}
+    assert set(result.slower) == {rank for rank, (pace, _) in enumerate(ranks) if pace > 1.15}
+    assert set(result.faster) == {
+        rank for rank, (_, name) in enumerate(ranks) if max(paces_of[name]) < 1 / 1.15
     }
-    if found != Drift():
-        assert found.paces == {name: max(paces) for name, paces in of.items()}
-        assert found.allowed == {name: 1e9 * min(paces) for name, paces in of.items()}
+    if result != Drift():
+        assert result.paces == {name: max(paces) for name, paces in paces_of.items()}
+        assert result.allowed == {name: 1e9 * min(paces) for name, paces in paces_of.items()}
 
 
 @given(st.lists(st.floats(1e6, 1e12), min_size=8, max_size=40))
 def test_memory_above_the_limit_is_drift(allowed: list[float]) -> None:
     rooms = [Room(size, needed=1e9) for size in allowed]
-    tight = [at for at in range(8, len(rooms) + 1) if max(allowed[at - 8 : at]) < 1e9]
-    assert run([1.0] * len(rooms), rooms=rooms)[:1] == [at - 1 for at in tight][:1]
+    tight = [end for end in range(8, len(rooms) + 1) if max(allowed[end - 8 : end]) < 1e9]
+    assert run([1.0] * len(rooms), rooms=rooms)[:1] == [end - 1 for end in tight][:1]
 
 
 def test_memory_that_is_back_counts_where_the_plan_was_made_for_less() -> None:
-    back = [Room(2e9, 0.4e9, planned=0.5e9)] * 8
-    assert run([1.0] * 8, rooms=back) == [7]
+    rooms = [Room(2e9, 0.4e9, planned=0.5e9)] * 8
+    assert run([1.0] * 8, rooms=rooms) == [7]
     assert run([1.0] * 8, rooms=[Room(2e9, 0.4e9)] * 8) == []
     assert run([1.0] * 8, rooms=[Room(0.55e9, 0.4e9, planned=0.5e9)] * 8) == []
 
@@ -133,8 +128,8 @@ def test_rank_with_few_steps_reports_no_state() -> None:
 def test_a_plan_is_worth_compiling_for_where_it_wins_time_or_exactness(
     s: float, v: float, t: float, w: float
 ) -> None:
-    found = wins((s, v), (t, w), True, 0.02)
-    assert found == (t < 0.98 * s or (w < 0.98 * v and t <= 1.02 * s))
+    result = wins((s, v), (t, w), True, 0.02)
+    assert result == (t < 0.98 * s or (w < 0.98 * v and t <= 1.02 * s))
     assert wins((s, v), (t, w), False, 0.02)
     assert not wins((s, v), (s, v), True, 0.0)
 

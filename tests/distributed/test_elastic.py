@@ -1,5 +1,5 @@
-"""torchrun with one to two nodes: training starts again when one is gone, and when one joins, each
-time under a plan for who is there.
+"""Elastic torchrun with one or two nodes: if a node leaves or joins, training restarts under a plan
+for the present ranks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ STEPS = 20
 
 @contextmanager
 def machine(device: str) -> Iterator[tuple[forks.Server, dict[str, str]]]:
-    """What all processes of one device are forks of, and the environment in which they are."""
+    """Yield the fork server of all processes of a device, and their environment."""
     environment = {
         **os.environ,
         **ranks.ENVIRONMENT,
         "DEVICE": device,
-        # Else a launcher keeps the store of its first world, and one that joins later waits for its
-        # address in vain.
+        # Otherwise a launcher retains the store of its first world, and a launcher that joins later
+        # never gets its address.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     with forks.own(environment) as server:
@@ -45,7 +45,7 @@ def machine(device: str) -> Iterator[tuple[forks.Server, dict[str, str]]]:
 def node(
     folder: Path, port: int, of: tuple[forks.Server, dict[str, str]], host: bool
 ) -> Iterator[None]:
-    """A launcher with one rank; in the end both are killed."""
+    """Run a launcher with one rank in the context, and kill both at its end."""
     server, environment = of
     command = [
         environment["PYTHON_EXEC"],
@@ -88,18 +88,18 @@ def node(
 
 
 def gone(server: forks.Server) -> None:
-    """Kills a launcher with its rank, as a machine that is switched off."""
-    while found := subprocess.run(
+    """Kill a launcher with its rank, like a machine that is switched off."""
+    while pids := subprocess.run(
         ["pgrep", "-P", str(server.pid)], capture_output=True, text=True
     ).stdout.split():
-        for pid in found:
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.05)
 
 
 def trainings(folder: Path) -> list[dict[str, Any]]:
-    """Returns what every start of the script has said last."""
+    """Return the last report of every start of the script."""
     return [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
 
 
@@ -107,11 +107,11 @@ def until(
     folder: Path, seen: Callable[[list[dict[str, Any]]], bool], seconds: float = 280
 ) -> list[dict[str, Any]]:
     end = time.monotonic() + seconds
-    while not seen(found := trainings(folder)):
+    while not seen(reports := trainings(folder)):
         logs = "\n".join(path.read_text()[-3000:] for path in folder.glob("*.log"))
-        assert time.monotonic() < end, f"{found}\n{logs}"
+        assert time.monotonic() < end, f"{reports}\n{logs}"
         time.sleep(0.2)
-    return found
+    return reports
 
 
 @pytest.mark.timeout(900)
@@ -121,34 +121,47 @@ def test_ranks_that_leave_and_join_have_a_plan_for_the_world_that_is(tmp_path: P
         port = free.getsockname()[1]
     with machine("fast") as fast, machine("slow") as slow, node(tmp_path, port, fast, host=True):
         with node(tmp_path, port, slow, host=False):
-            until(tmp_path, lambda said: sum(one["reached"] >= 8 for one in said) == 2)
+            until(tmp_path, lambda reports: sum(report["reached"] >= 8 for report in reports) == 2)
         both = trainings(tmp_path)
-        assert {one["world"] for one in both} == {2}
-        assert {frozenset(one["ranks"]) for one in both} == {frozenset({"fast", "slow"})}
+        assert {report["world"] for report in both} == {2}
+        assert {frozenset(report["ranks"]) for report in both} == {frozenset({"fast", "slow"})}
 
         alone = until(
             tmp_path,
-            lambda said: any(
-                one["world"] == 1 and one["reached"] > one["done"] + 8 for one in said
+            lambda reports: any(
+                report["world"] == 1 and report["reached"] > report["done"] + 8
+                for report in reports
             ),
         )
-        (left,) = (one for one in alone if one["world"] == 1)
-        assert left["ranks"] == ["fast"]
-        assert left["done"] >= 8, "from the checkpoint of two ranks"
-        assert left["done"] % 4 == 0
+        (survivor,) = (report for report in alone if report["world"] == 1)
+        assert survivor["ranks"] == ["fast"]
+        assert survivor["done"] >= 8, "from the checkpoint of two ranks"
+        assert survivor["done"] % 4 == 0
 
         with node(tmp_path, port, slow, host=False):
-            again = until(
+            after_join = until(
                 tmp_path,
-                lambda said: (
-                    sum(one["world"] == 2 and one["done"] > left["done"] for one in said) == 2
+                lambda reports: (
+                    sum(
+                        report["world"] == 2 and report["done"] > survivor["done"]
+                        for report in reports
+                    )
+                    == 2
                 ),
             )
-            found = [one for one in again if one["world"] == 2 and one["done"] > left["done"]]
-            assert {frozenset(one["ranks"]) for one in found} == {frozenset({"fast", "slow"})}
+            rejoined = [
+                report
+                for report in after_join
+                if report["world"] == 2 and report["done"] > survivor["done"]
+            ]
+            assert {frozenset(report["ranks"]) for report in rejoined} == {
+                frozenset({"fast", "slow"})
+            }
             (tmp_path / "go").touch()
-            until(tmp_path, lambda said: sum(one.get("ended", False) for one in said) == 2)
-    ended = [one for one in trainings(tmp_path) if one.get("ended")]
-    assert [one["world"] for one in ended] == [2, 2]
-    assert len({one["reached"] for one in ended}) == 1
-    assert min(one["reached"] for one in ended) >= STEPS
+            until(
+                tmp_path, lambda reports: sum(report.get("ended", False) for report in reports) == 2
+            )
+    ended = [report for report in trainings(tmp_path) if report.get("ended")]
+    assert [report["world"] for report in ended] == [2, 2]
+    assert len({report["reached"] for report in ended}) == 1
+    assert min(report["reached"] for report in ended) >= STEPS

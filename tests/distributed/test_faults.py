@@ -1,5 +1,5 @@
-"""Ranks that find their plan, and what may go wrong: an error or the right answer on all of them,
-and the old plan still there.
+"""Faults of one rank during planning: an error or the same plan on all ranks, and an unchanged plan
+file.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def test_error_of_one_rank_is_reported_on_both(tmp_path: Path) -> None:
     assert set(plan.classes) == {"both"}
     assert ours["twice"] == theirs["twice"]
 
-    for fault, error, what in (
+    for fault, error, message in (
         ("class", "PlanError", "no rank has the device class 'v100'"),
         ("weights", "PlanError", "allow"),
         ("disk", "QSyncError", "cannot be written"),
     ):
-        assert what in ours[fault][1], fault
+        assert message in ours[fault][1], fault
         assert theirs[fault][0] == "RankError"
         assert f"rank 0 has failed: {ours[fault][0]}" in theirs[fault][1]
         assert ours[fault][0] in (error, "PlanError")

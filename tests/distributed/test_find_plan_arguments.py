@@ -1,4 +1,4 @@
-"""Wrong arguments of `distributed.measure_and_plan` are refused before a step of the model runs."""
+"""Invalid arguments of `measure_and_plan`, `measure` and `find_plan`, rejected before any step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A process group that refuses tensors on the CPU, as NCCL's does: what ranks tell one another
-beside gradients goes over gloo.
-"""
+"""Process group without CPU tensors, like NCCL's: ranks send everything but gradients over gloo."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Real processes over gloo: what differs between ranks, and what fails on one, is named on all of
-them, and none waits for ever.
-"""
+"""Guard of processes over gloo: all ranks report a difference or a failed rank, and none hangs."""
 
 from __future__ import annotations
 
@@ -110,7 +108,7 @@ def test_gradients_are_averaged_over_samples(tmp_path: Path) -> None:
 def test_a_rank_that_fails_is_named_on_the_others(
     how: str, what: str, world: int, tmp_path: Path
 ) -> None:
-    # One that is stopped does not end: nobody waits for it once the others have.
+    # A stopped process does not end: the test waits 1 s for it after the others.
     limit, after = (6, 1) if how == "stop" else (600, 60)
     *others, odd = ended = ranks.run(
         "guarded_rank.py", world, tmp_path, 120, after, name="fails", how=how, limit=limit
@@ -126,8 +124,7 @@ def test_a_rank_that_fails_is_named_on_the_others(
     for rank in others:
         assert f"rank {world - 1} {what}" in rank.log, rank.log + odd.log
         if how == "stop":
-            # Gloo cannot be interrupted: a process that does not come back ends itself, once the
-            # group's limit has passed.
+            # Gloo cannot be interrupted: a blocked process ends itself after the group's timeout.
             assert rank.code == 1
         else:
             assert rank.code == 0
@@ -164,7 +161,7 @@ def test_the_ranks_find_the_plan_that_they_train_under(tmp_path: Path) -> None:
 
 @tiers.ALL
 def test_a_rank_that_is_killed_while_it_measures_itself_is_named(tmp_path: Path) -> None:
-    """No other rank waits for it in a collective, so that no connection would tell."""
+    """No other rank waits for it in a collective, so no connection reports the failure."""
     first, second = ranks.run("guarded_rank.py", 2, tmp_path, name="killed", limit=600)
     assert second.code == -signal.SIGKILL
     assert first.code == 0, first.log
@@ -184,8 +181,8 @@ def test_ranks_wait_for_a_slow_rank_within_the_limit(world: int, tmp_path: Path)
 @tiers.ALL
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs the scheduling policies of Linux")
 def test_a_process_ends_after_a_guard_however_late_gloo_frees_its_work(tmp_path: Path) -> None:
-    """Without the guard torch hangs or aborts: its thread waits for the GIL, and the thread that
-    has it waits for that thread.
+    """Without the guard torch hangs or aborts: its thread waits for the GIL, and the thread with
+    the GIL waits for that thread.
     """
     ended = ranks.run("starved_rank.py", 3, tmp_path, seconds=90)
     assert [rank.code for rank in ended] == [0, 0, 0], "\n".join(rank.log for rank in ended)

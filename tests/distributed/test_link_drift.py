@@ -1,5 +1,5 @@
-"""Links that change: what lasts is seen, noise is not, and ranks on a real link that becomes slow
-send gradients otherwise.
+"""Drift of links: lasting changes are detected, noise is not, and ranks on a link that slows down
+change codecs.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ def test_the_probed_link_is_that_of_the_codecs() -> None:
 def test_monitor_pauses_after_a_decision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken = iter([0.1, 0.1, 0.4, 0.4, 0.4, 0.4, 0.1, 0.1])
+    durations = iter([0.1, 0.1, 0.4, 0.4, 0.4, 0.4, 0.1, 0.1])
     used: list[str] = []
 
     def exchanged(transport: str, nbytes: int, repeats: int, device: object) -> float:
         used.append(transport)
-        return next(taken)
+        return next(durations)
 
     monkeypatch.setattr(watched, "exchange_seconds", exchanged)
     ours = ProbedLinks(LinkProbe(2**20, 0.1).notes(), HOW)
@@ -174,12 +174,11 @@ def test_over_a_link_that_becomes_slow_gradients_go_in_a_codec(links: Any, tmp_p
     for name in ("before", "after", "replanned", "weights", "name", "note"):
         assert first[name] == second[name], name
     assert first["before"] == {}, "over 500 Mbit/s FP32 takes as long as a step may"
-    # What was measured before training may have been off, which is a decision, too, and keeps the
-    # plan.
+    # Imprecise measurements before training can cause another decision, which retains the plan.
     (decided,) = (
-        found
-        for one in first["replanned"]
-        if (found := ReplanReport.from_dict(one)).after is not None
+        report
+        for entry in first["replanned"]
+        if (report := ReplanReport.from_dict(entry)).after is not None
     )
     assert decided.step > 10, "not before it has changed"
     (cause,) = decided.causes

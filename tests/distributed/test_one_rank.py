@@ -1,6 +1,4 @@
-"""One rank, or none: what is about several does nothing or says why it cannot; and what of torch it
-stands on is there.
-"""
+"""Distributed functions with one rank or none, and the torch behaviour that they depend on."""
 
 from __future__ import annotations
 
@@ -85,17 +83,17 @@ def test_channel_transports_texts_and_failures(group: None) -> None:
     assert first.told() is None
     first.tell(Failure.of(0, PlanError("what", where="where", do="do")))
     first.tell(Failure(1, "later"))
-    told = first.told()
-    assert told == Failure(0, "rank 0 has failed: PlanError: what", "where", "do")
-    assert str(told.error()) == "rank 0 has failed: PlanError: what\n  where: where\n  do:    do"
+    failure = first.told()
+    assert failure == Failure(0, "rank 0 has failed: PlanError: what", "where", "do")
+    assert str(failure.error()) == "rank 0 has failed: PlanError: what\n  where: where\n  do:    do"
 
 
 def test_compilation_of_a_rank_is_detected(group: None) -> None:
-    meeting, seen = Meeting(60, 5), []
+    meeting, compiling = Meeting(60, 5), []
 
     @qsync_fx.graph_pass(after="lower")
     def look(graph: qsync_fx.PrecisionGraph) -> None:
-        seen.append(meeting.watcher._is_compiling)
+        compiling.append(meeting.watcher._is_compiling)
 
     options = {"precision": "fp32", "inner_backend": "aot_eager", "passes": [look]}
     with compiles_told(meeting):
@@ -103,7 +101,7 @@ def test_compilation_of_a_rank_is_detected(group: None) -> None:
             torch.ones(2, 4)
         )
         assert not meeting.watcher._is_compiling
-    assert seen == [True]
+    assert compiling == [True]
 
 
 def test_ended_process_is_detected() -> None:
@@ -144,8 +142,7 @@ def test_single_rank_finds_its_plan(tmp_path: Path) -> None:
     saved = ClusterPlan.load(tmp_path / "plan.json")
     assert (plan == saved, saved == plan, hash(plan) == hash(saved)) == (True, True, True)
     assert type(pickle.loads(pickle.dumps(plan))) is ClusterPlan
-    # What it was found from is kept, so that another plan takes no measurement: for a device that
-    # is three times as slow.
+    # The plan has its measurements, so a plan for a device three times as slow needs no others.
     assert plan.survey is not None
     assert plan.answer is not None
     assert plan.answer.problem.cluster.devices["cpu"].batch == 32
@@ -218,13 +215,13 @@ def test_digests_depend_on_every_bit(dtype: torch.dtype) -> None:
     model = nn.Linear(700, 1000, dtype=dtype)
     before = digests(model)
     assert digests(model) == before
-    for at in (0, 349_999, 699_999):
+    for index in (0, 349_999, 699_999):
         with torch.no_grad():
             bits = model.weight.view(-1).view(torch.uint8)
-            bits[at] ^= 1
+            bits[index] ^= 1
             assert digests(model)["weight"] != before["weight"]
             assert digests(model)["bias"] == before["bias"]
-            bits[at] ^= 1
+            bits[index] ^= 1
     with torch.no_grad():
         model.weight.copy_(model.weight.flip(0))
     assert digests(model)["weight"] != before["weight"]

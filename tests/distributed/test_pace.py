@@ -1,7 +1,7 @@
-"""What of a step counts as computing: from where the compiled model is called to the last gradient,
-and the optimizer's step.
+"""Computing time of a step: from the call of the compiled model to the last gradient, plus the
+optimizer's step.
 
-The clock is one that the model itself advances, so that every part of a step takes what it says.
+The tests advance a simulated clock, so that each part of a step has a known duration.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPTIONS = {"precision": "bf16", "inner_backend": "aot_eager"}
 
 
 class Model(nn.Module):
-    """A compiled layer, and around it what the clock says that passes take."""
+    """Model with a compiled layer that advances the clock in its forward and backward pass."""
 
     def __init__(self, ticks: Callable[[float], None], saves: bool, inside: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_step_time_includes_passes_and_optimizer(saves: bool, inside: bool) -> N
         loss = model(torch.randn(2, 4)).square().mean()
         ticks(LOSS)
         loss.backward()
-        ticks(OUTSIDE)  # as DistributedDataParallel waits, once all gradients are there
+        ticks(OUTSIDE)  # DistributedDataParallel waits here, after the last gradient
 
     def a_step(passes: int) -> Any:
         ticks(OUTSIDE)
@@ -64,16 +64,16 @@ def test_step_time_includes_passes_and_optimizer(saves: bool, inside: bool) -> N
         pace.begin()
         optimizer.step()
         ticks(STEP)
-        found = pace.end()
+        duration = pace.end()
         optimizer.zero_grad()
-        return found
+        return duration
 
-    one = FORWARD + LOSS + BACKWARD
+    pass_seconds = FORWARD + LOSS + BACKWARD
     with Pace(model, lambda: now[0]) as pace:
-        assert a_step(1) == one + STEP
-        assert a_step(3) == one + STEP, "of several passes the mean"
+        assert a_step(1) == pass_seconds + STEP
+        assert a_step(3) == pass_seconds + STEP, "of several passes the mean"
         model.train(False)
         assert a_step(1) is None, "what does not train is no step"
         model.train()
-        assert a_step(1) == one + STEP
+        assert a_step(1) == pass_seconds + STEP
     assert a_step(1) is None, "the hooks are gone"

@@ -1,8 +1,8 @@
-"""Every way that torch has to train on several ranks, a plan of its own on each: graphs are
-compiled, and replicas equal to the last bit.
+"""Data parallelism of torch in all variants, with another plan on each rank: graphs are compiled
+and replicas are bit-identical.
 
-A world is started once for all of its ways, and anew behind one that fails. Of
-DistributedDataParallel the fast tier has test_ddp.py.
+A world runs all variants in one start, and the rest in another after a failure. The fast tier tests
+DistributedDataParallel in test_ddp.py.
 """
 
 from __future__ import annotations
@@ -41,46 +41,53 @@ WAYS = (
     "NaN on one rank",
 )
 EACH, ALL_OF_THEM = 60, 500
-"""Seconds that one way may take, and those after which no other is begun; all take 30."""
+"""Time limit of a variant, and the time after which no variant starts, in seconds; all take 30."""
 
 
 @functools.cache
 def trained(world: int) -> dict[str, list[dict[str, Any]] | str]:
-    """Returns what each rank says of each way, or what went wrong in it: then others train the ways
-    that are left.
+    """Return each rank's result of each variant, or the variant's error, after which a new world
+    trains the remaining variants.
     """
-    found: dict[str, list[dict[str, Any]] | str] = {}
-    left, until = list(WAYS), time.monotonic() + ALL_OF_THEM
-    while left and (seconds := until - time.monotonic()) > 0:
+    results: dict[str, list[dict[str, Any]] | str] = {}
+    remaining, until = list(WAYS), time.monotonic() + ALL_OF_THEM
+    while remaining and (seconds := until - time.monotonic()) > 0:
         with tempfile.TemporaryDirectory() as folder:
-            ended = ranks.run("matrix_rank.py", world, Path(folder), seconds, cases=left, each=EACH)
-        said = [rank.result or {} for rank in ended]
-        done = [way for way in left if all(way in one for one in said)]
-        found |= {way: [one[way] for one in said] for way in done}
-        if len(done) == len(left) and all(rank.code == 0 for rank in ended):
+            ended = ranks.run(
+                "matrix_rank.py", world, Path(folder), seconds, cases=remaining, each=EACH
+            )
+        reports = [rank.result or {} for rank in ended]
+        completed = [
+            variant for variant in remaining if all(variant in report for report in reports)
+        ]
+        results |= {variant: [report[variant] for report in reports] for variant in completed}
+        if len(completed) == len(remaining) and all(rank.code == 0 for rank in ended):
             break
-        failed = left[min(len(done), len(left) - 1)]
-        found[failed] = "\n".join(f"{rank.code}: {rank.log[-3000:]}" for rank in ended)
-        left = left[left.index(failed) + 1 :]
-    return found
+        failed = remaining[min(len(completed), len(remaining) - 1)]
+        results[failed] = "\n".join(f"{rank.code}: {rank.log[-3000:]}" for rank in ended)
+        remaining = remaining[remaining.index(failed) + 1 :]
+    return results
 
 
 @tiers.ALL
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("way", "world"), [(way, world) for world in (2, 3) for way in WAYS])
 def test_replicas_are_equal_to_the_last_bit(way: str, world: int) -> None:
-    found = trained(world).get(way, "not begun: other ways took all of the time")
-    assert not isinstance(found, str), found
-    assert all(rank["graphs"] for rank in found)
-    assert [rank["precisions"] for rank in found] == [["fp32"], *([["bf16", "int8"]] * (world - 1))]
-    # Where no input of a rank takes a branch, nothing of it is compiled there.
-    left = 1 if way == "different branches" else 0
-    assert [rank["uncovered"] for rank in found] == [0, *[left] * (world - 1)], (
+    results = trained(world).get(way, "not begun: other ways took all of the time")
+    assert not isinstance(results, str), results
+    assert all(rank["graphs"] for rank in results)
+    assert [rank["precisions"] for rank in results] == [
+        ["fp32"],
+        *([["bf16", "int8"]] * (world - 1)),
+    ]
+    # A rank whose inputs never reach a branch does not compile it.
+    uncompiled = 1 if way == "different branches" else 0
+    assert [rank["uncovered"] for rank in results] == [0, *[uncompiled] * (world - 1)], (
         "all of the model is compiled"
     )
-    assert len({rank["weights"] for rank in found}) == 1
-    assert all(rank["moved"] for rank in found)
-    assert all(rank["finite"] == (way != "NaN on one rank") for rank in found)
+    assert len({rank["weights"] for rank in results}) == 1
+    assert all(rank["moved"] for rank in results)
+    assert all(rank["finite"] == (way != "NaN on one rank") for rank in results)
 
 
 @tiers.ALL

@@ -1,4 +1,4 @@
-"""What a step really holds, against the limit that its plan was made for."""
+"""Measured peak memory of a training step, compared with the memory limit of its plan."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SIZE = 256
 
 
 def trained(memory: float, keep: bool, steps: int = 8) -> tuple[PeakCheck, int, int]:
-    """Returns the check of a short training, what is held throughout, and what a step holds beyond,
-    as `measure` measures it.
+    """Return the check of a short training, the bytes live at the start of a step, and the peak
+    bytes of a step beyond them, as `measure` measures them.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, SIZE))
@@ -43,15 +43,15 @@ def trained(memory: float, keep: bool, steps: int = 8) -> tuple[PeakCheck, int, 
         step()
         check.stepped()
     remove()
-    held = sum(p.numel() * p.element_size() for p in model.parameters())
-    # Before each step stand the gradients of the step before.
-    return check, 4 * held, measured_peak(step)
+    parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    # Parameters, gradients of the previous step, and AdamW's two moments.
+    return check, 4 * parameter_bytes, measured_peak(step)
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["gradients are let go", "gradients are kept"])
 def test_reported_peak_equals_the_allocator(keep: bool) -> None:
-    check, held, beyond = trained(1e6, keep)
-    assert check.over == pytest.approx((held + beyond) / 1e6, rel=0.05)
+    check, baseline, step_bytes = trained(1e6, keep)
+    assert check.over == pytest.approx((baseline + step_bytes) / 1e6, rel=0.05)
 
 
 def test_no_warning_within_the_limit() -> None:

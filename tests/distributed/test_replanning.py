@@ -1,6 +1,4 @@
-"""Two ranks of which one really changes while they train: another plan is in force once, on both,
-and nothing else changes.
-"""
+"""Replanning when one of two ranks changes during training: both switch to another plan once."""
 
 from __future__ import annotations
 
@@ -144,11 +142,13 @@ def active_batches(result: dict[str, Any], name: str, reports: list[ReplanReport
 
 
 def switched(told: list[dict[str, Any]]) -> ReplanReport:
-    """Returns the one decision that put another plan in force."""
-    (found,) = (
-        decided for one in told if (decided := ReplanReport.from_dict(one)).after is not None
+    """Return the only report of a switch to another plan."""
+    (report,) = (
+        candidate
+        for entry in told
+        if (candidate := ReplanReport.from_dict(entry)).after is not None
     )
-    return found
+    return report
 
 
 def test_samples_move_first_and_formats_second() -> None:
@@ -165,7 +165,7 @@ def test_samples_move_first_and_formats_second() -> None:
     assert result.evaluation.seconds < before.seconds
     assert after.batches == result.batches == after.answer(slower).batches
     assert after.paces == {"fast": 1.0, "slow": 1.0}
-    # Formats stay unless others gain more.
+    # Formats change only if that gains more than the limit.
     samples_only = _with_formats(active, result, gain=100.0)
     assert samples_only.plans == active.plans and samples_only.batches == result.batches
     assert samples_only.evaluation == evaluate_plan(result.problem, active.plans)
@@ -220,9 +220,11 @@ def test_decision_is_reported_with_numbers() -> None:
         "batch size is recompiled once",
     ]
     assert ReplanReport.from_dict(json.loads(json.dumps(moved.to_dict()))) == moved
-    kept = ReplanReport(40, causes[:1], before, None, "the active plan is still the best one")
-    assert "the plan stays active after step 40, although rank 1 (t4) computes 30 ms" in str(kept)
-    assert ReplanReport.from_dict(kept.to_dict()) == kept
+    unchanged = ReplanReport(40, causes[:1], before, None, "the active plan is still the best one")
+    assert "the plan stays active after step 40, although rank 1 (t4) computes 30 ms" in str(
+        unchanged
+    )
+    assert ReplanReport.from_dict(unchanged.to_dict()) == unchanged
 
 
 def test_plan_without_measurement_is_rejected() -> None:

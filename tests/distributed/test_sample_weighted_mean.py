@@ -1,4 +1,4 @@
-"""Gradients of ranks with unequal batches: the mean over all samples, whatever reduces them."""
+"""Gradients of ranks with unequal batches: the mean over all samples in every reduction."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ranks_plan_their_batches_and_train_with_them(tmp_path: Path) -> None:
     samples = [index for rank in (first, second) for step in rank["samples"] for index in step]
     assert sorted(samples) == list(range(unequal_rank.SAMPLES))
     assert first["weights"] == second["weights"]
-    # Both ranks ran their plans with the planned batches, which later plans keep.
+    # Both ranks ran their plans with the planned batches, and later plans have the same batches.
     assert first["trials"] == [2]
     assert first["profiles"] == first["again"] == first["answer"] == batches
 

@@ -1,6 +1,4 @@
-"""The examples of trainers, each as a user starts it: two ranks that find their plan, train under a
-guard, and learn the digits.
-"""
+"""Trainer examples with two ranks, which plan, train under a guard, and classify digits."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
 @pytest.mark.parametrize(
     ("script", "needs", "folder"),
     [
-        # Its trainer is built on Accelerate's, and its model has most to compile.
+        # The trainer uses Accelerate, and its model compiles slowest.
         pytest.param("hf_trainer.py", "transformers", True, marks=tiers.EVERY),
         # docs/integrations.md and docs/howto-batches.md train with it.
         pytest.param("accelerate_loop.py", "accelerate", False, marks=tiers.EVERY),
@@ -48,15 +46,14 @@ def test_a_trainer_trains_each_rank_under_its_part_of_the_plan(
     ended = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=580
     )
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == 0, said[-6000:]
-    told = dict(re.findall(r"rank (\d) trained in ([\w, ]+), accuracy", said))
-    assert told.keys() == {"0", "1"}, said[-6000:]
-    assert told["0"] == "fp32"
-    assert set(told["1"].split(", ")) <= {"fp32", "bf16"}
-    assert all(float(share) > 0.85 for share in re.findall(r"accuracy ([\d.]+)", said)), said[
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 0, output[-6000:]
+    formats = dict(re.findall(r"rank (\d) trained in ([\w, ]+), accuracy", output))
+    assert formats.keys() == {"0", "1"}, output[-6000:]
+    assert formats["0"] == "fp32"
+    assert set(formats["1"].split(", ")) <= {"fp32", "bf16"}
+    assert all(float(share) > 0.85 for share in re.findall(r"accuracy ([\d.]+)", output)), output[
         -2000:
     ]
-    # Both hold the same parameters, to the last bit: the guard compares them, and what they get
-    # right is the same.
-    assert len(set(re.findall(r"accuracy ([\d.]+)", said))) <= 2
+    # The guard compares the parameters, which are bit-identical on both ranks.
+    assert len(set(re.findall(r"accuracy ([\d.]+)", output))) <= 2

@@ -1,4 +1,4 @@
-"""A distributed checkpoint with `TrainingState` resumes a training to the last bit."""
+"""Bit-identical resumption of training from a distributed checkpoint with `TrainingState`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The main job, as a user runs it: two processes, two plans, one set of weights.
+"""The demo end to end: two processes, two plans, one set of weights.
 
-Every run is the real one, on scikit-learn's digits. Of the demo the fast tier has its data and what
-it says of wrong arguments.
+All runs train on scikit-learn's digits. The fast tier tests only the demo's data and argument
+errors.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
 
 
 def weights_of(finished: subprocess.CompletedProcess[str]) -> list[str]:
-    """What tells the weights of both runs."""
-    found = re.findall(r"equal to the last bit .*SHA-256 ([0-9a-f]+)", finished.stdout)
-    assert len(found) == 2, finished.stdout + finished.stderr
-    return found
+    """Return the digests of the weights of both runs."""
+    digests = re.findall(r"equal to the last bit .*SHA-256 ([0-9a-f]+)", finished.stdout)
+    assert len(digests) == 2, finished.stdout + finished.stderr
+    return digests
 
 
 def test_both_ranks_end_with_the_same_weights_that_have_learned_something(demo: Any) -> None:
@@ -63,15 +63,15 @@ def test_each_rank_runs_and_explains_its_plan(demo: Any) -> None:
 
 def test_both_runs_are_timed_and_their_memory_is_counted(demo: Any) -> None:
     _, output = demo
-    found = json.loads((output / "outcome.json").read_text())
-    assert found["predicted"] == {} and found["batches"] == [24, 32]
-    for training in found["measured"].values():
-        for took, peak in zip(training["ranks"], training["peak"], strict=True):
-            assert min(took.values()) > 0 and peak > 10**6
-            assert max(took["computing"], took["waiting"]) < took["seconds"]
+    outcome = json.loads((output / "outcome.json").read_text())
+    assert outcome["predicted"] == {} and outcome["batches"] == [24, 32]
+    for training in outcome["measured"].values():
+        for times, peak in zip(training["ranks"], training["peak"], strict=True):
+            assert min(times.values()) > 0 and peak > 10**6
+            assert max(times["computing"], times["waiting"]) < times["seconds"]
         assert training["steps"] == 2 * (1438 // 56) - 5
-    peaks = [found["measured"][which]["peak"][1] for which in ("uniform", "planned")]
-    assert peaks[0] < found["measured"]["uniform"]["peak"][0], (
+    peaks = [outcome["measured"][label]["peak"][1] for label in ("uniform", "planned")]
+    assert peaks[0] < outcome["measured"]["uniform"]["peak"][0], (
         "BF16 with a third more images holds less than FP32"
     )
 
@@ -87,36 +87,35 @@ def test_ranks_measure_themselves_plan_and_train_under_the_plan_within_its_memor
     assert {fmt.name for fmt in plan.classes["training"].operators.values()} == {"fp32"}
     assert {fmt.name for fmt in plan.classes["inference"].operators.values()} <= {"fp32", "bf16"}
     for role in plan.ranks:
-        # The ranks have a number of threads of their own, other than this process's.
+        # The ranks' number of threads differs from this process's.
         profile = Profile.load(tmp_path / f"profile-{role}.json", any_machine=True)
         assert profile.collectives
-    for which in ("uniform", "planned"):
-        trace = json.loads((tmp_path / f"timeline-{which}.json").read_text())
+    for label in ("uniform", "planned"):
+        trace = json.loads((tmp_path / f"timeline-{label}.json").read_text())
         assert {event["pid"] for event in trace["traceEvents"]} == {1, 2}
-    found = json.loads((tmp_path / "outcome.json").read_text())
-    predicted, real = found["predicted"]["planned"], found["measured"]["planned"]
-    assert predicted["variance"] <= found["predicted"]["uniform"]["variance"]
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    predicted, real = outcome["predicted"]["planned"], outcome["measured"]["planned"]
+    assert predicted["variance"] <= outcome["predicted"]["uniform"]["variance"]
     assert real["operators"][1] == Counter(
         fmt.name for fmt in plan.classes["inference"].operators.values()
     )
-    assert predicted["peak"][1] <= found["memory"]
-    assert sum(plan.batches.values()) == sum(found["batches"])
-    knobs = found["knobs"]
+    assert predicted["peak"][1] <= outcome["memory"]
+    assert sum(plan.batches.values()) == sum(outcome["batches"])
+    knobs = outcome["knobs"]
     assert knobs["both: the plan"]["batches"] == [plan.batches[role] for role in plan.ranks]
     assert knobs["both: the plan"]["variance"] == predicted["variance"]
-    assert knobs["uniform bf16"]["batches"] == found["batches"]
+    assert knobs["uniform bf16"]["batches"] == outcome["batches"]
     assert re.search(r"images a step +24 +\d+ +32 +\d+", finished.stdout)
     assert "What the formats and the batches contribute" in finished.stdout
     if native_bf16_unit():
-        # Torch's BF16 convolutions without a unit need buffers: docs/known-issues.md.
-        assert real["peak"][1] <= found["memory"]
+        # Without a BF16 unit, torch's convolutions need buffers: docs/known-issues.md.
+        assert real["peak"][1] <= outcome["memory"]
     counts = Counter(fmt.name for fmt in plan.classes["inference"].operators.values())
     restored = f"{counts['fp32']} of {counts.total()} operators of rank 1 are restored to FP32"
     assert restored in finished.stdout, finished.stdout
 
 
-# That a seed decides all bits, tests/rounding says of the same training by two ranks; here it takes
-# another whole demo.
+# tests/rounding covers determinism by seed for two ranks; this test needs a second demo run.
 @tiers.EVERY
 def test_the_same_seed_and_plan_give_the_same_weights(demo: Any, tmp_path: Path) -> None:
     finished, _ = demo

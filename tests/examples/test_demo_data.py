@@ -1,5 +1,5 @@
-"""The demo's data and digests: files of MNIST's format are read whole or named as damaged; a digest
-sees a single bit.
+"""Data and digests of the demo: damaged MNIST files are errors, and a single changed bit changes
+the digest.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from tests.support.processes.demo_runs import EXAMPLES
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[Any]:
-    """Imports modules of the example, whose names are too general to stay in a process that tests
-    other things.
-    """
+    """Import modules of the example, and unload them afterwards, as their names are too general."""
     before = set(sys.modules)
     sys.path.insert(0, str(EXAMPLES))
 
@@ -62,9 +60,7 @@ def idx(values: np.ndarray[Any, Any]) -> bytes:
 
 
 def write(folder: Path, zipped: bool = False, **changed: bytes) -> dict[str, np.ndarray[Any, Any]]:
-    """Writes a data set of random images, with other content where `changed` says so; returns what
-    is in it.
-    """
+    """Write a data set of random images, with contents from `changed`; return its values."""
     random = np.random.default_rng()
     values: dict[str, np.ndarray[Any, Any]] = {}
     for part, count in (("train", 7), ("t10k", 3)):
@@ -84,11 +80,11 @@ def write(folder: Path, zipped: bool = False, **changed: bytes) -> dict[str, np.
 @pytest.mark.parametrize("zipped", [False, True])
 def test_files_of_mnists_format_are_read(zipped: bool, tmp_path: Path, example: Any) -> None:
     values = write(tmp_path, zipped)
-    found = example("data").load(str(tmp_path))
-    for part, (images, labels) in (("train", found.train), ("t10k", found.test)):
+    dataset = example("data").load(str(tmp_path))
+    for part, (images, labels) in (("train", dataset.train), ("t10k", dataset.test)):
         assert np.array_equal(images.squeeze(1).numpy(), values[f"{part}-images-idx3-ubyte"])
         assert np.array_equal(labels.numpy(), values[f"{part}-labels-idx1-ubyte"])
-    normal = found.normalized(found.train[0])
+    normal = dataset.normalized(dataset.train[0])
     assert abs(normal.mean()) < 1e-5 and abs(normal.std(correction=0) - 1) < 1e-5
 
 

@@ -1,6 +1,4 @@
-"""What happens to the demo when something is wrong: arguments, plans, processes that are killed or
-interrupted.
-"""
+"""Failures of the demo: invalid arguments and plans, and killed or interrupted processes."""
 
 from __future__ import annotations
 
@@ -51,12 +49,15 @@ def test_invalid_arguments_are_reported_before_a_process_starts(
 ) -> None:
     (tmp_path / "cut.json").write_text('{"format": "qsync')
     (tmp_path / "a file").write_text("")
-    given = value if option in ("--batch", "--inner-backend") else str(tmp_path / value)
-    arguments, log = [*DIGITS, "--output", str(tmp_path / "out"), option, given], tmp_path / "log"
+    argument = value if option in ("--batch", "--inner-backend") else str(tmp_path / value)
+    arguments, log = (
+        [*DIGITS, "--output", str(tmp_path / "out"), option, argument],
+        tmp_path / "log",
+    )
     assert forks.run(EXAMPLES / "demo.py", arguments, {**wide(), **ENVIRONMENT}, log, tmp_path) == 2
-    said = log.read_text()
-    assert (option if given == value else given) in said
-    assert "do:" in said and "Traceback" not in said
+    log_text = log.read_text()
+    assert (option if argument == value else argument) in log_text
+    assert "do:" in log_text and "Traceback" not in log_text
     assert not list(tmp_path.glob("out/*.log"))
 
 
@@ -71,7 +72,7 @@ def test_missing_package_names_the_setup_command(tmp_path: Path) -> None:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A demo that would train its smaller network for long, under a plan of both ranks."""
+    """Start a demo that trains its smaller network for long, under a plan of both ranks."""
     ClusterPlan({"training": Plan.uniform("fp32"), "inference": Plan.uniform("int8")}).save(
         tmp_path / "given.json"
     )
@@ -100,16 +101,16 @@ def started(*arguments: str, output: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """The processes of the two ranks, in order."""
-    until = time.monotonic() + 120
-    while time.monotonic() < until and process.poll() is None:
+    """Return the processes of both ranks, in order."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
         children = [
             int(pid)
             for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         ]
-        found = [pid for pid in children if b"rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        if len(found) == 2:
-            return sorted(found)
+        ranks = [pid for pid in children if b"rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        if len(ranks) == 2:
+            return sorted(ranks)
         time.sleep(0.1)
     raise AssertionError("the ranks did not start")
 
@@ -119,20 +120,19 @@ def gone(pids: list[int]) -> bool:
 
 
 def soon_gone(pids: list[int]) -> bool:
-    """Whether processes end by themselves: a rank may outlive its launcher by the time that Python
-    takes to end.
+    """Return whether processes end within a minute, as a rank may outlive its launcher while Python
+    exits.
     """
-    until = time.monotonic() + 60
-    while not gone(pids) and time.monotonic() < until:
+    deadline = time.monotonic() + 60
+    while not gone(pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     return gone(pids)
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs.
+    """Return whether a process runs.
 
-    One that has ended stays in /proc until somebody asks for its status, which init may be slow to
-    do.
+    A process that has ended stays in /proc until its status is read, which init may delay.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,4 +1,4 @@
-"""The examples of one file run as their first lines say, and stay short."""
+"""Single-file examples run as their first lines describe, and stay short."""
 
 from __future__ import annotations
 

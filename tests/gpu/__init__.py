@@ -1,4 +1,4 @@
 """Tests that need a GPU: `make test-gpu`.
 
-A package, so that its files may be called as those beside it are.
+A package, so that its file names may equal names in other test folders.
 """

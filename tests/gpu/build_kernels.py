@@ -1,13 +1,12 @@
-"""Compiles the kernels that the tests on a GPU run, in the order in which they matter, until the
-time given is over.
+"""Compile the kernels that GPU tests run, most important first, within a time limit.
 
-    python tests/gpu/build_kernels.py --arch sm_90a --jobs 16 --seconds 420 --json
-    runs/gpu/kernels.json
+    python tests/gpu/build_kernels.py --arch sm_90a --jobs 16 --seconds 420
+        --json runs/gpu/kernels.json
 
-First what models and quantizers need and one kernel of each kind, as `qsync kernels build` compiles
-them; then, round after round, one more of each kind. What is done when the time is over stays in
-the cache, and is not compiled again when this is run anew; tests of the others are skipped, and the
-summary says how many. The status is 1 where a kernel failed to compile.
+First come units of models and quantizers and one kernel of each kind, as `qsync kernels build`
+compiles them; then one more of each kind per round. Compiled units stay in the cache, and the next
+run reuses them. Tests of other units are skipped, and the summary counts them. The status is 1 if a
+kernel failed to compile.
 """
 
 from __future__ import annotations
@@ -36,16 +35,18 @@ from tests.gpu import kit, models, test_gemm, test_memory, test_wrapper
 
 
 class Over(BaseException):
-    """The time is over. No Exception, so that nobody takes it for an error of a compiler."""
+    """Time limit reached. Not an Exception, so that no handler treats it as a compiler error."""
 
 
 def ordered(arch: Arch) -> list[TranslationUnit]:
-    """Returns all units of an architecture, what matters most first."""
+    """Return all units of an architecture, most important first."""
     kinds: dict[tuple[object, ...], list[KernelConfig]] = defaultdict(list)
     for config in candidates.all_configs(arch):
         kinds[config.operation, config.a, config.b, config.a_major, config.b_major].append(config)
     longest = max(map(len, kinds.values()))
-    rounds = [kind[at] for at in range(longest) for kind in kinds.values() if at < len(kind)]
+    rounds = [
+        kind[index] for index in range(longest) for kind in kinds.values() if index < len(kind)
+    ]
     called = models.kernels_of(
         [*test_wrapper.asked(), *test_gemm.asked(), *test_memory.asked()], arch
     )
@@ -63,7 +64,7 @@ def ordered(arch: Arch) -> list[TranslationUnit]:
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises `Over` in the body when so many seconds have passed; 0 is without a limit."""
+    """Raise `Over` in the body after so many seconds; 0 means no limit."""
 
     def over(number: int, frame: FrameType | None) -> None:
         raise Over
@@ -113,7 +114,7 @@ def main() -> int:
     except Over:
         print("build_kernels: the time is over", file=sys.stderr)
     done = [unit for unit in wanted if kit.compiled(unit)]
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "arch": options.arch,
         "wanted": len(wanted),
         "compiled": len(done),
@@ -123,12 +124,12 @@ def main() -> int:
     }
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_text(options.json, json.dumps(found, indent=1) + "\n")
+        write_text(options.json, json.dumps(report, indent=1) + "\n")
     print(
         f"build_kernels: {len(done)} of {len(wanted)} kernels for {options.arch}, "
-        f"{found['seconds']:.0f} s"
+        f"{report['seconds']:.0f} s"
     )
-    for name, error in found["failures"].items():
+    for name, error in report["failures"].items():
         print(f"{name}: {error}", file=sys.stderr)
     return 1 if failures else 0
 

@@ -1,7 +1,6 @@
-"""Skips every test of this folder where there is no GPU that kernels can be had for, and says why.
+"""Skip every test of this folder, with the reason, without a GPU that has kernels.
 
-Invariant: a test here that runs, runs on the GPU. Collecting them needs none, so `make test` sees
-    that they can be.
+Invariant: a test that runs here uses the GPU. Collection needs no GPU, so `make test` checks it.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ def _fresh() -> Iterator[None]:
     if not kit.AVAILABLE:
         return
     try:
-        # A kernel that fails, fails late: here, where it is still known whose it was.
+        # Kernel errors are asynchronous: wait for them while the failing test is known.
         torch.cuda.synchronize()
     except RuntimeError as error:
         if "PYTEST_XDIST_WORKER" not in os.environ:
             raise
-        # Nothing runs on the GPU in this process any more. xdist names the test that ends it, and
-        # goes on in another process.
+        # This process cannot use the GPU any more. xdist reports the test that ends it and
+        # continues in another process.
         print(f"the GPU is lost to this process: {error}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -1,6 +1,4 @@
-"""Convolutions that a kernel is tried with: small and odd, with every kind of window that it
-serves.
-"""
+"""Convolutions to test a kernel with: small and odd, with every kind of window that it serves."""
 
 from __future__ import annotations
 
@@ -25,16 +23,16 @@ MOST = 6
 
 
 def problems(config: KernelConfig) -> list[ConvProblem]:
-    """Returns problems that a kernel serves, the least first: less than a tile, then several with a
-    rest each way.
+    """Return problems that a kernel serves: less than a tile first, then several tiles with a
+    remainder in each dimension.
 
-    Never none: a kernel that serves nothing here would go untested.
+    Raise AssertionError if there is none: the kernel would go untested.
     """
-    found = [problem for problem in _all(config) if constraints.serves(config, problem) is None][
+    served = [problem for problem in _all(config) if constraints.serves(config, problem) is None][
         :MOST
     ]
-    assert found, f"nothing here is served by {config.name}"
-    return found
+    assert served, f"nothing here is served by {config.name}"
+    return served
 
 
 def _all(config: KernelConfig) -> Iterator[ConvProblem]:

@@ -1,12 +1,10 @@
-"""What the tests on a GPU share: the GPU, compiled kernels, operands, and the two ways of asking
-whether a result is right.
+"""Shared parts of the GPU tests: the GPU, compiled kernels, operands, and two checks of results.
 
-Exact: operands are small whole numbers, so that sums are exact in any order, and what is left is
-    the epilogue, which `cuda_emulation` computes to the last bit. Bounded: operands are random, and
-    a result is as far from FP64's as its roundings allow.
+Exact: operands are small integers, so that sums are exact in any order. `cuda_emulation` computes
+the epilogue to the last bit. Bounded: operands are random, and the distance to an FP64 result is
+within the roundings of the kernel.
 
-Invariant: nothing here is bound to CUDA but `DEVICE`: the same functions check kernels that run on
-    the CPU, which is how they are tested.
+Invariant: only `DEVICE` depends on CUDA. The functions are tested with kernels on the CPU.
 """
 
 from __future__ import annotations
@@ -35,65 +33,61 @@ from tests.support.cuda.on_cpu import cuda_emulation as emulation
 AVAILABLE = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0)
 COMPILES = os.environ.get("QSYNC_GPU_COMPILE", "1") != "0"
-"""Whether tests may compile what `build_kernels.py` has not: with 0 they are skipped, as minutes on
-a GPU are dear.
+"""Whether tests may compile kernels that `build_kernels.py` has not. With 0 they are skipped, as
+GPU time is expensive.
 """
 
 FP8_SUMS = 2.0**-8
-"""How far FP8 sums may be off, relative to the sum of magnitudes: tensor cores keep some 14 bits of
-them (DeepSeek-V3 report, 3.3.2).
+"""Error of FP8 sums, relative to the sum of magnitudes: tensor cores accumulate about 14 bits
+(DeepSeek-V3 report, 3.3.2).
 """
 
 GAP = 16
 
 
 def missing() -> str:
-    """Returns why nothing can be tested here; "" where it can."""
+    """Return why no test can run on this machine, or ""."""
     if not AVAILABLE:
         return "no GPU: nothing was tested"
-    found = known_of(DEVICE)
-    return "" if found.arch is not None else f"no kernels: {found.reason}"
+    state = known_of(DEVICE)
+    return "" if state.arch is not None else f"no kernels: {state.reason}"
 
 
 def arch() -> Arch:
-    """Returns the architecture of this GPU; H100's where there is none, so that tests can be
-    collected.
-    """
-    found = known_of(DEVICE).arch if AVAILABLE else None
-    return found or "sm_90a"
+    """Return the architecture of this GPU, or H100's without one, for collection of tests."""
+    detected = known_of(DEVICE).arch if AVAILABLE else None
+    return detected or "sm_90a"
 
 
 def lacks(fmt: str) -> str:
-    """Returns why tests in a format are left out on this GPU: no unit of its own and no kernel of
-    ours multiplies it; "" where one does.
+    """Return why tests in a format are skipped on this GPU, which has neither hardware units nor a
+    kernel of ours for it, or "".
     """
     read = fmt if FORMATS[fmt].plain else encoding(FORMATS[fmt]).name
     since = CUDA_SINCE.get(read, (0, 0))
-    here = torch.cuda.get_device_capability(DEVICE) if AVAILABLE else since
+    capability = torch.cuda.get_device_capability(DEVICE) if AVAILABLE else since
     compiled_for = known_of(DEVICE).arch if AVAILABLE else None
     multiplied = (
         {config.a for config in candidates.all_configs(compiled_for)}
         if compiled_for is not None
         else set()
     )
-    if here >= since or read in multiplied:
+    if capability >= since or read in multiplied:
         return ""
     return (
         f"{fmt} has units from compute capability {since[0]}.{since[1]} on, this GPU is of "
-        f"{here[0]}.{here[1]}, and there is no kernel "
+        f"{capability[0]}.{capability[1]}, and there is no kernel "
         "without them"
     )
 
 
 def here(*formats: str) -> tuple[str, ...]:
-    """Returns those of some formats that this GPU has units for."""
+    """Return the formats that this GPU supports."""
     return tuple(fmt for fmt in formats if not lacks(fmt))
 
 
 def each_of(*formats: str) -> list[Any]:
-    """Returns formats as parameters of a test, which is skipped, and says why, for those that this
-    GPU has no unit for.
-    """
+    """Return formats as test parameters; those that this GPU lacks are skipped with a reason."""
     return [
         pytest.param(fmt, marks=[pytest.mark.skip(reason=why)] if (why := lacks(fmt)) else [])
         for fmt in formats
@@ -101,17 +95,19 @@ def each_of(*formats: str) -> list[Any]:
 
 
 def configs(*operations: str) -> list[KernelConfig]:
-    """Returns every configuration of this GPU for these operations; without one, a single kernel
-    for each format, to collect tests with.
+    """Return every configuration of this GPU for these operations. Without a GPU, return one per
+    format of `a`, to collect tests.
     """
-    found = [config for config in candidates.all_configs(arch()) if config.operation in operations]
+    matching = [
+        config for config in candidates.all_configs(arch()) if config.operation in operations
+    ]
     if AVAILABLE or os.environ.get("QSYNC_GPU_COLLECT") == "all":
-        return found
-    return list({config.a: config for config in reversed(found)}.values())
+        return matching
+    return list({config.a: config for config in reversed(matching)}.values())
 
 
 def compiled(unit: TranslationUnit) -> bool:
-    """Whether a unit's library is kept, here or in a folder of kernels built ahead of time."""
+    """Return whether the cache or a folder of precompiled kernels contains a unit's library."""
     content = content_key(unit)
     return any(
         kernel_cache.find(place, content, None)
@@ -120,18 +116,16 @@ def compiled(unit: TranslationUnit) -> bool:
 
 
 def library(unit: TranslationUnit) -> Library:
-    """Returns a unit's library; skips the test where it would have to be compiled and must
-    not be.
-    """
+    """Return a unit's library; skip the test if compiling it is not allowed."""
     if not COMPILES and not compiled(unit):
         pytest.skip("its kernel was not compiled in the time given for that")
-    found = kernel_registry.library(unit)
-    assert found is not None
-    return found
+    loaded = kernel_registry.library(unit)
+    assert loaded is not None
+    return loaded
 
 
 def whole_numbers(fmt: str, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Returns numbers that every format has, whose sums of products are exact in the sums of tensor
+    """Return integers that every format represents, whose sums of products are exact in tensor
     cores.
     """
     high = 128 if fmt == "int8" else 3 if fmt.startswith("fp8") else 5
@@ -139,23 +133,23 @@ def whole_numbers(fmt: str, shape: Sequence[int], device: torch.device) -> Tenso
 
 
 def random_numbers(fmt: str, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Returns normal numbers in a format, INT8 over its whole range."""
+    """Return normal numbers in a format, or INT8 values over the full range."""
     if fmt == "int8":
         return whole_numbers(fmt, shape, device)
-    found = torch.randn(tuple(shape), device=device)
+    values = torch.randn(tuple(shape), device=device)
     if fmt == "tf32":
-        # Tensor cores do not look at the last 13 bits.
-        found = (found.view(torch.int32) & ~0x1FFF).view(torch.float32)
-    return found.to(FORMATS[fmt].dtype)
+        # Tensor cores ignore the last 13 bits.
+        values = (values.view(torch.int32) & ~0x1FFF).view(torch.float32)
+    return values.to(FORMATS[fmt].dtype)
 
 
 def wide(t: Tensor) -> Tensor:
-    """Returns a tensor in FP64, by way of FP32, which every type converts to."""
+    """Return a tensor in FP64, through FP32, which every type converts to."""
     return t.float().double()
 
 
 def surrounded(matrix: Tensor) -> Tensor:
-    """Returns larger memory that holds a matrix, whose other bytes are NaN, or large."""
+    """Return a larger tensor that contains a matrix; its other bytes are NaN, or large values."""
     rows, columns = matrix.shape
     memory = torch.empty((rows + 1, columns + GAP), dtype=matrix.dtype, device=matrix.device)
     memory.view(torch.uint8).fill_(0x7F)
@@ -172,9 +166,9 @@ def gemm(
     b_scale: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Runs one kernel, past everything that surrounds it, and returns `d` `[m, n]`.
+    """Launch one kernel without its wrapper and return `d` `[m, n]`.
 
-    What lies around `d` must stay as it is.
+    Raise AssertionError if memory around `d` has changed.
     """
     (m, k), n = a.shape, b.shape[1]
     a_memory = surrounded(a if config.a_major == "row" else a.t())
@@ -197,8 +191,8 @@ def gemm(
 
 
 def gemm_sizes(config: KernelConfig) -> list[tuple[int, int, int]]:
-    """Returns sizes that a kernel serves: less than one tile, some tiles with a rest each way, and
-    a long sum over few tiles.
+    """Return sizes that a kernel serves: less than one tile, some tiles with a remainder in each
+    dimension, and a long sum over few tiles.
     """
     step = {"m": 1, "n": config.out_alignment, "k": 1}
     for name, major, inner in (("a", config.a_major, "row"), ("b", config.b_major, "column")):
@@ -216,8 +210,8 @@ def _up(size: int, step: int) -> int:
 def scales(
     config: KernelConfig, rows: int, columns: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns scales for each row and column, where a kernel reads any; such that no sum of INT8
-    leaves FP16.
+    """Return scales per tensor or per row and column if a kernel reads them; no INT8 sum exceeds
+    FP16's range.
     """
     if config.a_scale == "none":
         return None, None
@@ -231,11 +225,10 @@ def scales(
 def assert_equal(
     found: Tensor, sums: Tensor, config: KernelConfig, *epilogue: Tensor | None
 ) -> None:
-    """Asserts that a result is its exact sums (FP64, `[..., n]`) with scales and bias, to the last
-    bit.
+    """Assert that a result equals exact sums (FP64, `[..., n]`) with scales and bias bit by bit.
 
     Args:
-        epilogue: a's scale, b's scale and the bias, as the kernel got them.
+        epilogue: a's scale, b's scale and the bias, as passed to the kernel.
     """
     a_scale, b_scale, bias = (None if t is None else t.cpu().float() for t in epilogue)
     if a_scale is not None and a_scale.dim():
@@ -257,12 +250,11 @@ def assert_near(
     config: KernelConfig,
     *epilogue: Tensor | None,
 ) -> None:
-    """Asserts that a result is FP64's sums with scales and bias, up to the roundings that a kernel
-    makes.
+    """Assert that a result equals FP64 sums with scales and bias up to a kernel's roundings.
 
     Args:
         magnitudes: sums of the products' magnitudes.
-        terms: how many products there are in one.
+        terms: number of products per sum.
     """
     a_scale, b_scale, bias = (None if t is None else t.double() for t in epilogue)
     if a_scale is not None and a_scale.dim():
@@ -270,7 +262,7 @@ def assert_near(
     factor = (1.0 if a_scale is None else a_scale) * (1.0 if b_scale is None else b_scale)
     added = torch.zeros((), dtype=torch.float64, device=sums.device) if bias is None else bias
     want = sums * factor + added
-    # k roundings of partial sums (Higham 2002, 3.1), at two units each: tensor cores truncate.
+    # k roundings of partial sums (Higham 2002, 3.1), of two units each: tensor cores truncate.
     relative = (
         FP8_SUMS
         if config.a.startswith("fp8")
@@ -283,21 +275,21 @@ def assert_near(
     error = (wide(found) - want).abs()
     assert (error <= bound).all(), f"an error of {(error / bound).max():.3g} times what is allowed"
     if config.a.startswith("fp8") and terms > 1:
-        # The bound is for the worst case; an accumulator that loses bits shows in the whole.
+        # The bound covers the worst case; the norm shows an accumulator that loses bits.
         assert error.norm() <= 0.02 * want.norm() + bound.norm() * 0.02
 
 
 def convolved(p: ConvProblem, a: Tensor, b: Tensor) -> Tensor:
-    """Returns the sums of a convolution's product in FP64, its channels last, `[..., channels]`, on
-    the operands' device.
-    """
+    """Return a convolution's sums in FP64, `[..., channels]`, on the operands' device."""
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
-    how = p.stride, p.padding, p.dilation
-    return reference_result.convolve(wide(a), wide(b), size, how, p.operation).permute(0, 2, 3, 1)
+    geometry = p.stride, p.padding, p.dilation
+    return reference_result.convolve(wide(a), wide(b), size, geometry, p.operation).permute(
+        0, 2, 3, 1
+    )
 
 
 def convolved_size(p: ConvProblem) -> int:
-    """Returns how many values the result of a convolution's product has."""
+    """Return the number of values in a convolution's result."""
     return {
         "fprop": p.n * p.p * p.q * p.k,
         "dgrad": p.n * p.h * p.w * p.c,

@@ -1,8 +1,8 @@
-"""Small models of real architectures for the tests on a GPU, and what makes their layers run as
-kernels though they are small.
+"""Small models of real architectures for GPU tests, and tuning that forces kernels for small
+layers.
 
-Invariant: built from a seed alone, without dropout, so two calls give two equal models; only
-    rounding is random.
+Invariant: models depend on the seed alone and have no dropout, so two builds are equal; only
+rounding is random.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from qsync_fx.diagnostics import explain
 
 @dataclass(frozen=True)
 class Case:
-    """
+    """Model, input and loss.
+
     Attributes:
-        build: makes the model.
-        inputs: returns what it is called with, on the CPU.
-        loss: of what it returns.
+        build: creates the model.
+        inputs: returns the model's input, on the CPU.
+        loss: computes the loss from the model's output.
     """
 
     build: Callable[[], nn.Module]
@@ -62,14 +63,13 @@ def _tokens() -> Tensor:
 
 def _bert_loss(output: Any) -> Tensor:
     states = output.last_hidden_state.float()
-    # One that depends on the token: with the same for all, the last norm's bias would be all there
-    # is to learn.
+    # The target differs per token. With equal targets, the last norm's bias alone could learn them.
     return F.mse_loss(states, _target(tuple(states.shape), states.device))
 
 
 @functools.cache
 def _target(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept, since nothing may come from the CPU's memory while a CUDA graph is captured."""
+    """Return cached targets: copies from CPU memory are not allowed in CUDA graph capture."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device)
 
 
@@ -106,15 +106,15 @@ def build(name: str, device: torch.device, seed: int = 0) -> nn.Module:
 
 
 def step(name: str, model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
-    """Runs forward and backward pass and returns the loss."""
+    """Run the forward and backward pass and return the loss."""
     loss = CASES[name].loss(model(x))
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
 def weight_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the gradients of what layers multiply by: those of norms and biases are sums, which
-    no format changes much.
+    """Return the weight gradients of linear and convolution layers. Gradients of norms and biases
+    are sums, which no format changes much.
     """
     layers = {
         name: part.weight
@@ -129,7 +129,7 @@ def weight_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def problems(name: str, precision: str, arch: Arch) -> list[Problem]:
-    """Returns the products of a model's layers on a GPU, which need not be there."""
+    """Return the products of a model's layers for an architecture, without a GPU."""
     with assumed(arch, on="cpu"):
         options = {"precision": precision, "skip_unprofitable": False}
         return problems_of(
@@ -140,7 +140,7 @@ def problems(name: str, precision: str, arch: Arch) -> list[Problem]:
 
 
 def units(arch: Arch) -> list[TranslationUnit]:
-    """Returns what the tests of models run, to be compiled before them."""
+    """Return the units that tests of models run, to compile them in advance."""
     formats = ("int8", "int8_grad", "fp8", "bf16", "fp16")
     return kernels_of(
         [p for name in CASES for precision in formats for p in problems(name, precision, arch)],
@@ -149,33 +149,33 @@ def units(arch: Arch) -> list[TranslationUnit]:
 
 
 def kernels_of(asked: Sequence[Problem], arch: Arch) -> list[TranslationUnit]:
-    """Returns the kernels that compute problems, under `kernels_win` and without, and the
-    quantizers of their formats.
+    """Return the units that compute problems, with and without `kernels_win`, and the quantizers of
+    their formats.
     """
-    own = [codegen.unit_of(config) for problem in asked for config in _first(problem, arch)]
-    return list(dict.fromkeys([*own, *of_problems(asked, arch, every_candidate=False)]))
+    first = [codegen.unit_of(config) for problem in asked for config in _first(problem, arch)]
+    return list(dict.fromkeys([*first, *of_problems(asked, arch, every_candidate=False)]))
 
 
 def _first(problem: Problem, arch: Arch) -> tuple[Any, ...]:
-    found = way(problem, arch)
-    return () if isinstance(found, str) else found.configs[:1]
+    selection = way(problem, arch)
+    return () if isinstance(selection, str) else selection.configs[:1]
 
 
 def operators_with_kernels(asked: Sequence[Problem], arch: Arch) -> set[str]:
-    """Returns the operators that compute problems which kernels of this architecture serve."""
+    """Return the operators of the problems that kernels of this architecture serve."""
     served = [problem for problem in asked if _first(problem, arch)]
-    found = {
+    operators = {
         "qsync::gemm" if isinstance(problem, GemmProblem) else "qsync::conv2d_product"
         for problem in served
     }
-    assert found, f"{arch} has no kernel for any of these"
-    return found
+    assert operators, f"{arch} has no kernel for any of these"
+    return operators
 
 
 def winning(
     asked: Sequence[Problem], arch: Arch, environment: tuning.Environment | None = None
 ) -> TuningTable:
-    """Returns a table in which the first kernel wins wherever there is one."""
+    """Return a tuning table in which the first kernel of each problem wins."""
     choices = {}
     for problem in asked:
         for config in _first(problem, arch):
@@ -188,15 +188,17 @@ def winning(
 
 @contextlib.contextmanager
 def kernels_win(asked: Sequence[Problem], arch: Arch, folder: Path) -> Iterator[None]:
-    """Has kernels compute what they can, by a tuning table as `qsync tune` writes it, in place of
-    the user's own.
+    """Select kernels instead of torch, by a tuning table as `qsync tune` writes it, which replaces
+    the user's.
 
-    A real table, since the backward pass runs in a thread that no assumption of this one reaches.
+    A file, since `assumed` does not reach the thread of the backward pass.
     """
-    here = known_devices.environment(torch.device("cuda", 0))
+    environment = known_devices.environment(torch.device("cuda", 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(known_devices, "folder", lambda: folder)
-        tuning.save_table(tuning.path_in(folder, here), here, winning(asked, arch).choices.values())
+        tuning.save_table(
+            tuning.path_in(folder, environment), environment, winning(asked, arch).choices.values()
+        )
         known_devices.forget()
         try:
             yield

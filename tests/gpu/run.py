@@ -1,10 +1,9 @@
-"""Runs the tests on a GPU in parts, each within its time, and keeps what each has found: `make
-test-gpu`.
+"""Run the GPU tests in parts with a time limit each and write a report: `make test-gpu`.
 
     python tests/gpu/run.py --parts kernels numerics --out runs/gpu
 
-`tests.json` in the folder is written anew after each part: its status, seconds, and how many tests
-passed, failed and were skipped; beside it lie pytest's own reports. The status is 1 where a part
+`tests.json` in the folder is rewritten after each part: its status, seconds, and numbers of passed,
+failed and skipped tests. The folder also contains pytest's reports. The status is 1 if a part
 failed, ran out of time or tested nothing.
 """
 
@@ -27,11 +26,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PARTS = ("kernels", "numerics", "models", "sanitize")
 MERCY = 20.0
-"""Seconds that a part has to end after it was told to."""
+"""Seconds from interrupting a part to killing it."""
 
 
 def commands(part: str, out: Path, jobs: int | None, seconds: float) -> list[str]:
-    """Returns the command of a part."""
+    """Return the command line of a part."""
     if part == "kernels":
         many = [] if jobs is None else ["--jobs", str(jobs)]
         left = [
@@ -55,20 +54,20 @@ def commands(part: str, out: Path, jobs: int | None, seconds: float) -> list[str
             "test_gradients.py",
         )
     )
-    beside = [] if part == "models" else ["test_wrapper.py"]
-    paths = [str(HERE / name) for name in (*files, *beside)]
-    # Processes of their own, also since a kernel that fails takes its process's GPU with it: the
-    # others' tests go on.
+    wrapper = [] if part == "models" else ["test_wrapper.py"]
+    paths = [str(HERE / name) for name in (*files, *wrapper)]
+    # Worker processes also isolate failures: a failed kernel makes the GPU unusable for its
+    # process, and the other workers continue.
     workers = ["-n", "3" if part == "models" else "4", "--max-worker-restart", "50"]
     report = ["--junitxml", str(out / f"{part}.xml")]
     return [sys.executable, "-m", "pytest", "-q", *workers, "--timeout", "240", *report, *paths]
 
 
 def run(part: str, out: Path, jobs: int | None, seconds: float) -> dict[str, Any]:
-    """Runs one part and returns what became of it."""
+    """Run one part and return its report."""
     since = time.monotonic()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    # In processes of xdist, tests compile with one thread; here there are cores.
+    # In xdist workers tests compile with one thread; GPU machines have more cores.
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     if part != "models":
         environment.setdefault("QSYNC_GPU_COMPILE", "0")
@@ -83,7 +82,7 @@ def run(part: str, out: Path, jobs: int | None, seconds: float) -> dict[str, Any
     except KeyboardInterrupt:
         _ended(process)
         raise
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "part": part,
         "status": status,
         "seconds": round(time.monotonic() - since, 1),
@@ -91,14 +90,14 @@ def run(part: str, out: Path, jobs: int | None, seconds: float) -> dict[str, Any
     }
     tests = counted(out / f"{part}.xml")
     if tests is not None:
-        found["tests"] = tests
+        report["tests"] = tests
     passed = tests is None or tests["passed"] > 0
-    return found | {"ok": status == 0 and not late and passed}
+    return report | {"ok": status == 0 and not late and passed}
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Interrupts a part, with all that it has started, so that it writes its report; kills it if
-    that takes too long.
+    """Interrupt a part and its children, so that it writes its report; kill them if that takes too
+    long.
     """
     for number, patience in ((signal.SIGINT, MERCY), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
@@ -109,8 +108,8 @@ def _ended(process: subprocess.Popen[bytes]) -> int:
 
 
 def counted(report: Path) -> dict[str, int] | None:
-    """Returns how many tests passed, failed and were skipped by pytest's report; None
-    without one.
+    """Return the numbers of passed, failed and skipped tests in pytest's report, or None without
+    one.
     """
     try:
         suites = ElementTree.parse(report).getroot().iter("testsuite")
@@ -129,18 +128,18 @@ def counted(report: Path) -> dict[str, int] | None:
 
 
 def machine() -> dict[str, Any]:
-    """Returns what the tests ran on."""
+    """Return the versions and GPUs of this machine."""
     import torch
 
     from tests.gpu import kit
 
-    found = {
+    report = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "arch": kit.arch(),
     }
-    return found | {
+    return report | {
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     }
 
@@ -174,14 +173,14 @@ def main() -> int:
         (out / f"{part}.xml").unlink(missing_ok=True)
         summary["parts"].append(run(part, out, options.jobs, options.seconds))
         write_text(out / "tests.json", json.dumps(summary, indent=1) + "\n")
-    for found in summary["parts"]:
-        tests = found.get("tests")
+    for result in summary["parts"]:
+        tests = result.get("tests")
         counts = (
             "" if tests is None else ", ".join(f"{count} {name}" for name, count in tests.items())
         )
-        how = "ok" if found["ok"] else "OUT OF TIME" if found["late"] else "FAILED"
-        print(f"{found['part']:10} {how:12} {found['seconds']:6.0f} s  {counts}")
-    return 0 if all(found["ok"] for found in summary["parts"]) else 1
+        outcome = "ok" if result["ok"] else "OUT OF TIME" if result["late"] else "FAILED"
+        print(f"{result['part']:10} {outcome:12} {result['seconds']:6.0f} s  {counts}")
+    return 0 if all(result["ok"] for result in summary["parts"]) else 1
 
 
 if __name__ == "__main__":

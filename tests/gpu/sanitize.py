@@ -1,11 +1,12 @@
-"""Runs a sample of the kernels once, small, for NVIDIA's compute-sanitizer to look at: memory that
-is not theirs, races.
+"""Run a sample of the kernels on small inputs under NVIDIA's compute-sanitizer, to detect invalid
+memory accesses and races.
 
-    python tests/gpu/sanitize.py --sample 24 --json runs/gpu/sanitize.json    runs itself under
-    memcheck and racecheck python tests/gpu/sanitize.py --run --sample 24
-    runs the kernels alone
+    python tests/gpu/sanitize.py --sample 24 --json runs/gpu/sanitize.json
+        runs itself under memcheck and racecheck
+    python tests/gpu/sanitize.py --run --sample 24
+        runs the kernels alone
 
-The status is 1 where a tool found something, 2 where there is no tool or no GPU to run them with.
+The status is 1 if a tool found an error, 2 without a tool or a GPU.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from qsync_fx.serialization.atomic_files import write_text
 from tests.gpu import geometries, kit, test_conv, test_gemm
 
 FOUND = 9
-"""What the tools exit with when they have found something."""
+"""Exit status of the tools if they found an error."""
 
 
 def sample(count: int) -> list[KernelConfig]:
-    """Returns compiled configurations, spread evenly over all that there are."""
-    found = [
+    """Return compiled configurations, spread evenly over all of them."""
+    compiled = [
         config
         for config in kit.configs("gemm", "fprop", "dgrad", "wgrad")
         if kit.compiled(codegen.unit_of(config))
     ]
-    return [found[at * len(found) // count] for at in range(min(count, len(found)))]
+    return [compiled[index * len(compiled) // count] for index in range(min(count, len(compiled)))]
 
 
 def run(count: int) -> int:
-    """Runs kernels with odd sizes, every quantizer, and copies, and returns how many."""
+    """Run kernels with odd sizes, every quantizer, and copies; return the number of kernels."""
     chosen = sample(count)
     for config in chosen:
         library = kit.library(codegen.unit_of(config))
@@ -71,22 +72,20 @@ def run(count: int) -> int:
         for shape in ((1, 1), (33, 70), (129, 264), (131, 259)):
             x = torch.ones(shape, device=kit.DEVICE).to(dtype)
             for operand in (x, x[:, 1:], x.t()[1:]):
-                for turned in (False, True):
-                    # As wide as the memory is, and filled up: the first has edges on both sides.
-                    convert(operand, transposed=turned)
-                    convert(operand, torch.float16, None, turned, (272, 272))
+                for transposed in (False, True):
+                    # The first result has edge tiles in both dimensions, the second is padded.
+                    convert(operand, transposed=transposed)
+                    convert(operand, torch.float16, None, transposed, (272, 272))
     torch.cuda.synchronize()
     return len(chosen)
 
 
 def command(tool: str, sanitizer: str, count: int) -> list[str]:
-    """Returns the command that runs this file under a tool; options that this version of it does
-    not know are left out.
-    """
+    """Return the command that runs this file under a tool, with options that it supports."""
     text = subprocess.run([sanitizer, "--help"], capture_output=True, text=True, check=False).stdout
     options = ["--tool", tool, "--error-exitcode", str(FOUND)]
     if "--kernel-name" in text:
-        # torch's own kernels take most of the time, and are not what is looked for.
+        # torch's own kernels take most of the time and are not checked.
         for name in ("cutlass", "qsync"):
             options += ["--kernel-name", f"kns={name}"]
     return [
@@ -101,8 +100,8 @@ def command(tool: str, sanitizer: str, count: int) -> list[str]:
 
 
 def check(tool: str, sanitizer: str, count: int, seconds: float) -> dict[str, Any]:
-    """Runs this file under a tool and returns what came of it."""
-    # Every tensor is memory of its own, so that what lies beyond it is nobody's.
+    """Run this file under a tool and return the report."""
+    # Each tensor is a separate allocation, so that the tools detect accesses beyond it.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "QSYNC_GPU_COMPILE": "0"}
     since = time.monotonic()
     line = command(tool, sanitizer, count)

@@ -1,15 +1,13 @@
-"""First contact with a GPU, in ten minutes: does what we have compile, compute and train there, and
-how fast?
+"""Smoke test of a GPU in ten minutes: compile and check kernels, train models, measure speed.
 
     make smoke-gpu                       or, in one cell of a notebook:
     python3 tests/gpu/smoke.py --install --out runs/smoke
 
-No virtual environment, pytest or transformers is needed: a stock machine with a driver, torch, g++
-and nvcc will do, and without nvcc it says what is had without. Each stage is a function below,
-runs by itself, and goes into one JSON; the text at the end is what to paste into a report.
+It needs no virtual environment, pytest or transformers. A machine with a driver, torch, g++ and
+nvcc suffices; the report names missing tools. Each stage is a function that runs independently. The
+report is a JSON file and a text to paste.
 
-Invariant: a stage that does not run is named with the reason, and the status is 1 where one has
-    failed.
+Invariant: a stage that does not run is listed with the reason. The status is 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -35,20 +33,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SITE = "site"
 WHEELS = ".wheels"
-"""Where `make wheels` has put what a machine without network lacks."""
+"""Folder in which `make wheels` stores packages for machines without network."""
 
 LIMIT = 600.0
-"""Seconds after which no stage is started any more."""
+"""Seconds after which no further stage starts."""
 
 
 class SkippedError(Exception):
-    """A stage that this machine has nothing for."""
+    """Stage that this machine cannot run."""
 
 
 def lacking(device: str) -> str:
-    """Says what is not there that every stage needs; "" where nothing is.
+    """Return the requirement of all stages that this machine lacks, or "".
 
-    Asked before anything is installed, which takes minutes.
+    This check precedes the installation, which takes minutes.
     """
     if importlib.util.find_spec("torch") is None:
         return (
@@ -67,8 +65,8 @@ def lacking(device: str) -> str:
         else "there is no driver (nvidia-smi)"
     )
     hidden = (
-        f", CUDA_VISIBLE_DEVICES={seen!r}"
-        if (seen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None
+        f", CUDA_VISIBLE_DEVICES={visible!r}"
+        if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None
         else ""
     )
     return (
@@ -78,8 +76,8 @@ def lacking(device: str) -> str:
 
 
 def install(site: Path) -> None:
-    """Puts qsync_fx, and what of it is missing beside this torch, into a folder of its own; nothing
-    else on the machine changes.
+    """Install qsync_fx and its missing dependencies other than torch into a folder; the rest of the
+    machine is unchanged.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [name for name in project["dependencies"] if not name.startswith("torch")]
@@ -109,40 +107,40 @@ def install(site: Path) -> None:
         if importlib.util.find_spec("cutlass_library")
         else project["optional-dependencies"]["cuda"][:1]
     )
-    wanted, asked = [*missing, *headers], set[str]()
+    wanted, requested = [*missing, *headers], set[str]()
     while wanted:
         subprocess.run([*pip, "--no-deps", *wanted], check=True)
-        asked |= {*wanted}
-        wanted = [name for name in unmet(site) if name not in asked]
-    # Without network nothing can be fetched to build with: what is on this machine has to do.
+        requested |= {*wanted}
+        wanted = [name for name in unmet(site) if name not in requested]
+    # Without network no build tools can be fetched: use the installed ones.
     build = ["--no-build-isolation"] if wheels else []
     subprocess.run([*pip, "--no-deps", *build, str(ROOT)], check=True)
 
 
 def unmet(site: Path) -> list[str]:
-    """Returns what packages in a folder require that is neither there nor on this machine.
+    """Return requirements of packages in a folder that neither it nor this machine satisfies.
 
-    Pip itself would put what is here in the folder again, numpy in front of the one that torch is
-    used with. Of CUTLASS nothing but headers is read.
+    Pip itself would install packages again, with a numpy that shadows the one of torch. CUTLASS is
+    skipped: only its headers are used.
     """
     from pip._vendor.packaging.requirements import Requirement
 
-    found: dict[str, None] = {}
+    missing: dict[str, None] = {}
     for package in importlib.metadata.distributions(path=[str(site)]):
         for line in (package.requires or ()) if package.name != "nvidia-cutlass" else ():
             needed = Requirement(line)
             if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
                 continue
-            here = importlib.util.find_spec(re.sub(r"\W", "_", needed.name))
-            if here is None and not [
+            spec = importlib.util.find_spec(re.sub(r"\W", "_", needed.name))
+            if spec is None and not [
                 *importlib.metadata.distributions(name=needed.name, path=[str(site), *sys.path])
             ]:
-                found[f"{needed.name}{needed.specifier}"] = None
-    return [*found]
+                missing[f"{needed.name}{needed.specifier}"] = None
+    return [*missing]
 
 
 def versions(device: Any) -> dict[str, Any]:
-    """What this machine is."""
+    """Return versions of the software and properties of the device."""
     import torch
 
     from qsync_fx.backend.cuda import toolchain
@@ -150,46 +148,46 @@ def versions(device: Any) -> dict[str, Any]:
     from qsync_fx.backend.cuda.runtime.device_state import known_of
     from qsync_fx.errors import QSyncError
 
-    def told(tool: Callable[[], Any]) -> str:
+    def version(tool: Callable[[], Any]) -> str:
         try:
             return str(tool())
         except QSyncError as error:
             return f"missing: {error.what}"
 
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "python": platform.python_version(), "torch": torch.__version__,
         "cuda": torch.version.cuda, "cores": os.cpu_count(),
-        "nvcc": told(toolchain.nvcc),
-        "host": told(lambda: toolchain.host_compiler(toolchain.nvcc())),
-        "cutlass": told(lambda: toolchain.dotted(toolchain.cutlass().version)),
+        "nvcc": version(toolchain.nvcc),
+        "host": version(lambda: toolchain.host_compiler(toolchain.nvcc())),
+        "cutlass": version(lambda: toolchain.dotted(toolchain.cutlass().version)),
     }  # fmt: skip
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        known = known_of(device)
-        found |= {
+        state = known_of(device)
+        report |= {
             "gpu": properties.name, "capability": f"{properties.major}.{properties.minor}",
             "memory": properties.total_memory,
-            "kernels": known.arch or f"none: {known.reason}", "lacks": quantize_launch.told(device),
+            "kernels": state.arch or f"none: {state.reason}", "lacks": quantize_launch.told(device),
         }  # fmt: skip
-    return found
+    return report
 
 
 def kernels(device: Any) -> dict[str, Any]:
-    """Eight units for this device, one of each kind: compiled, and to the last bit what torch
-    computes.
+    """Compile eight units for this device, one of each kind, and compare results with torch bit by
+    bit.
     """
     import smoke_kernels
 
     from qsync_fx.backend.cuda.runtime.device_state import known_of
 
-    known = known_of(device)
-    if known.arch is None:
-        raise SkippedError(known.reason)
-    return smoke_kernels.each(known.arch, device)
+    state = known_of(device)
+    if state.arch is None:
+        raise SkippedError(state.reason)
+    return smoke_kernels.each(state.arch, device)
 
 
 def launches(device: Any) -> dict[str, Any]:
-    """A product on a stream of its own, and replayed in a CUDA graph."""
+    """Run a product on a side stream, and replay it in a CUDA graph."""
     import smoke_kernels
 
     if device.type != "cuda":
@@ -198,8 +196,8 @@ def launches(device: Any) -> dict[str, Any]:
 
 
 def training(device: Any) -> dict[str, Any]:
-    """Three steps of a small BERT and a small ResNet, by "aot_eager" and by Inductor: loss near
-    FP32's, and our operators ran.
+    """Train a small BERT and a small ResNet for three steps by "aot_eager" and Inductor. Losses
+    must be near FP32's, and our operators must have run.
     """
     import smoke_models
 
@@ -207,7 +205,7 @@ def training(device: Any) -> dict[str, Any]:
 
 
 def speed(device: Any) -> dict[str, Any]:
-    """Wall-clock and device time of steps: FP32, autocast FP16 eager and compiled, qsync."""
+    """Measure wall-clock and device time of steps: FP32, autocast FP16, compiled too, and qsync."""
     import smoke_models
 
     return smoke_models.timed(device)
@@ -217,11 +215,11 @@ STAGES = {stage.__name__: stage for stage in (versions, kernels, launches, train
 
 
 HANGS = 150.0
-"""Seconds after which a stage that still runs says where it is, on standard error, and goes on."""
+"""Seconds after which a running stage prints its stack to standard error and continues."""
 
 
 def run(device: Any, out: Path, stages: list[str], seconds: float) -> dict[str, Any]:
-    """Runs stages and returns the report, which is written after each of them."""
+    """Run stages and return the report, which is written after each of them."""
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "device": str(device),
@@ -231,31 +229,31 @@ def run(device: Any, out: Path, stages: list[str], seconds: float) -> dict[str, 
     for name in stages:
         since = time.monotonic()
         print(f"smoke: {name}", file=sys.stderr, flush=True)
-        found: dict[str, Any]
+        result: dict[str, Any]
         if since - start > seconds:
-            found = {"status": "skipped", "why": f"{seconds:.0f} s were over"}
+            result = {"status": "skipped", "why": f"{seconds:.0f} s were over"}
         else:
             faulthandler.dump_traceback_later(HANGS)
             try:
-                found = {"status": "passed", "found": STAGES[name](device)}
+                result = {"status": "passed", "found": STAGES[name](device)}
             except SkippedError as why:
-                found = {"status": "skipped", "why": str(why)}
-            except Exception as error:  # noqa: BLE001  whatever it is, the other stages run, and it is told
-                found = {
+                result = {"status": "skipped", "why": str(why)}
+            except Exception as error:  # noqa: BLE001  any error is reported, and the other stages run
+                result = {
                     "status": "failed",
                     "why": f"{type(error).__name__}: {error}",
                     "trace": traceback.format_exc(),
                 }
             finally:
                 faulthandler.cancel_dump_traceback_later()
-        report["stages"][name] = found | {"seconds": round(time.monotonic() - since, 1)}
+        report["stages"][name] = result | {"seconds": round(time.monotonic() - since, 1)}
         out.mkdir(parents=True, exist_ok=True)
         (out / "smoke.json").write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
 def text(report: dict[str, Any]) -> str:
-    """Returns what to paste into a report."""
+    """Return the report as text."""
     lines = [f"qsync_fx smoke test, {report['date']}, {report['device']}"]
     for name, stage in report["stages"].items():
         lines.append(
@@ -278,21 +276,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cpu shows that this script runs")
     parser.add_argument("--stages", nargs="*", choices=STAGES, default=list(STAGES))
     parser.add_argument("--seconds", type=float, default=LIMIT)
-    given = parser.parse_args(arguments)
-    if lacks := lacking(given.device):
+    options = parser.parse_args(arguments)
+    if lacks := lacking(options.device):
         print(f"{lacks}; nothing was tested", file=sys.stderr)
         return 1
-    site = given.out.resolve() / SITE
-    if given.install:
+    site = options.out.resolve() / SITE
+    if options.install:
         install(site)
     for folder in (Path(__file__).resolve().parent, *([site] if site.is_dir() else [])):
         sys.path.insert(0, str(folder))
     import torch
 
-    device = torch.device(given.device, 0) if given.device == "cuda" else torch.device(given.device)
-    report = run(device, given.out, given.stages, given.seconds)
+    device = (
+        torch.device(options.device, 0)
+        if options.device == "cuda"
+        else torch.device(options.device)
+    )
+    report = run(device, options.out, options.stages, options.seconds)
     print(text(report))
-    print(f"\nall of it: {given.out / 'smoke.json'}")
+    print(f"\nall of it: {options.out / 'smoke.json'}")
     return int(any(stage["status"] == "failed" for stage in report["stages"].values()))
 
 

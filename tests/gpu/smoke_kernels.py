@@ -1,5 +1,5 @@
-"""What `smoke.py` does with kernels: one of each kind against torch, to the last bit, on a stream
-of its own and in a CUDA graph.
+"""Kernel stages of `smoke.py`: one kernel of each kind against torch bit by bit, streams and CUDA
+graphs.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ SEED = 0x0123456789ABCDEF
 
 
 def kinds(arch: Arch) -> dict[str, KernelConfig]:
-    """Returns a product of each kind that this architecture has, narrow formats first."""
-    found: dict[str, KernelConfig] = {}
+    """Return a configuration of each kind of this architecture, GEMM first, then by format."""
+    configs: dict[str, KernelConfig] = {}
     for config in candidates.all_configs(arch):
         if config.out == "fp32" and (
             config.operation != "gemm" or (config.a_major, config.b_major) == ("row", "column")
         ):
-            found.setdefault(f"{config.operation} {config.a}", config)
+            configs.setdefault(f"{config.operation} {config.a}", config)
     order = ("int8", "fp8", "fp16", "bf16", "tf32", "fp32", "fp8_e5m2")
     return dict(
         sorted(
-            found.items(), key=lambda item: (item[0].split()[0] != "gemm", order.index(item[1].a))
+            configs.items(), key=lambda item: (item[0].split()[0] != "gemm", order.index(item[1].a))
         )
     )
 
 
 def each(arch: Arch, device: torch.device) -> dict[str, Any]:
-    """Compiles and checks `MOST` units; raises where one fails, after all were tried."""
+    """Compile and check `MOST` units; raise RuntimeError after all of them if one failed."""
     products = kinds(arch)
     plain = {
         "quantize int8": codegen.quantizer(arch, "fp32", "int8"),
@@ -58,26 +58,26 @@ def each(arch: Arch, device: torch.device) -> dict[str, Any]:
     )
     start = time.monotonic()
     built = compiler.attempt(list(chosen.values()))
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "compiled": f"{len(built.libraries)} of {len(chosen)} in {time.monotonic() - start:.0f} s"
     }
     wrong = []
     for name, unit in chosen.items():
         if unit in built.failures:
-            said = str(built.failures[unit])
+            message = str(built.failures[unit])
         else:
-            said = (
+            message = (
                 _quantizer(device)
                 if name.startswith("quantize")
                 else _copy(device)
                 if name == "copy"
                 else _product(products[name], device)
             )
-        found[name] = said or "right to the last bit"
-        wrong += [f"{name}: {said}"] if said else []
+        report[name] = message or "right to the last bit"
+        wrong += [f"{name}: {message}"] if message else []
     if wrong:
         raise RuntimeError("; ".join(wrong))
-    return found
+    return report
 
 
 def _whole(shape: tuple[int, ...], fmt: str, device: torch.device) -> Tensor:
@@ -89,18 +89,18 @@ def _product(config: KernelConfig, device: torch.device) -> str:
     library = kernel_registry.library(unit)
     assert library is not None
     scaled = config.a_scale != "none"
-    one = torch.tensor(0.5, device=device) if scaled else None
-    on_cpu = None if one is None else one.cpu()
+    scale = torch.tensor(0.5, device=device) if scaled else None
+    on_cpu = None if scale is None else scale.cpu()
     kind: Any = "tensor" if scaled else "none"
     if config.operation == "gemm":
         m, n, k = 256, 384, 512
         a, b = _whole((m, k), config.a, device), _whole((n, k), config.b, device).t()
         problem = GemmProblem(m, n, k, config.a, config.b, config.out, a_scale=kind, b_scale=kind)
-        x = GemmProduct(a, b, one, one, None)
+        x = GemmProduct(a, b, scale, scale, None)
         got = launch.call_site(library, config, problem, problem, x)(x)
         want = reference_result.gemm(GemmProduct(a.cpu(), b.cpu(), on_cpu, on_cpu, None))
         return _differs(got, want)
-    # The 2.x input gradient has a kernel for strides of 1 and one for others.
+    # The 2.x input gradient has separate kernels for strides of 1 and for others.
     stride = (2, 2) if config.operation == "dgrad" and config.strided else (1, 1)
     problem_ = ConvProblem(
         config.operation,
@@ -124,10 +124,10 @@ def _product(config: KernelConfig, device: torch.device) -> str:
     first, second = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[config.operation]
     a, b = _whole(first, config.a, device), _whole(second, config.b, device)
     size = (14, 14) if config.operation == "dgrad" else (3, 3)
-    how = size, stride, (1, 1), (1, 1), problem_.operation
-    product = ConvProduct(a, b, one, one, None, *how)
+    geometry = size, stride, (1, 1), (1, 1), problem_.operation
+    product = ConvProduct(a, b, scale, scale, None, *geometry)
     got = launch.call_site(library, config, problem_, problem_, product)(product)
-    product = ConvProduct(a.cpu(), b.cpu(), on_cpu, on_cpu, None, *how)
+    product = ConvProduct(a.cpu(), b.cpu(), on_cpu, on_cpu, None, *geometry)
     return _differs(got, reference_result.conv2d_product(product))
 
 
@@ -142,7 +142,9 @@ def _quantizer(device: torch.device) -> str:
         row = precision("int8")
         got = quantize_launch.quantize(x, seed, 3, row, rounding, ())  # type: ignore[arg-type]
         want = reference.quantize(x, seed, 3, row, rounding, ())  # type: ignore[arg-type]
-        if not all(torch.equal(one, other) for one, other in zip(got, want, strict=True)):
+        if not all(
+            torch.equal(actual, expected) for actual, expected in zip(got, want, strict=True)
+        ):
             return f"{rounding} rounding gives other bits than the reference"
     return ""
 
@@ -158,11 +160,10 @@ def _copy(device: torch.device) -> str:
 
 
 def _multiplier(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a kernel's product of INT8, by rows and by columns; the operator's where there are no
-    kernels.
+    """Return a function that runs a kernel's INT8 product, `a` row-major, `b` column-major; the
+    operator's without kernels.
 
-    The operator itself would leave a product as small as the one below to torch, but on GPUs before
-    Ampere.
+    The operator would leave a product this small to torch, except on GPUs before Ampere.
     """
     from qsync_fx.backend.cuda.runtime.device_state import known_of
     from qsync_fx.backend.operators.gemm.gemm import gemm
@@ -183,9 +184,7 @@ def _multiplier(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def streams_and_graphs(device: torch.device) -> dict[str, Any]:
-    """A product of INT8 waits for what is before it on its stream, and computes anew when it is
-    replayed.
-    """
+    """Check that an INT8 product waits for its stream, and that a replay reads new operands."""
     multiply = _multiplier(device)
     a, b = _whole((256, 512), "int8", device), _whole((384, 512), "int8", device).t()
     bt = b.cpu()

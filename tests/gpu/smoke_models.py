@@ -1,7 +1,7 @@
-"""What `smoke.py` trains: a small BERT and a small ResNet in plain torch, so that no package is
-needed.
+"""Models and steps of `smoke.py`: a small BERT and a small ResNet in plain torch, so that no other
+package is needed.
 
-Invariant: steps of all variants begin from the same weights and see the same data.
+Invariant: all variants begin with the same weights and data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUNDS = 12
 
 
 class Bert(nn.Module):
-    """Four layers of an encoder over tokens, and a head."""
+    """Transformer encoder over tokens, with a head."""
 
     def __init__(self, width: int = 256, layers: int = 4, words: int = 1000) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class Bert(nn.Module):
         self.head = nn.Linear(width, 16)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.head(self.layers(self.words(tokens)).mean(1))
-        return found
+        logits: Tensor = self.head(self.layers(self.words(tokens)).mean(1))
+        return logits
 
 
 class Block(nn.Module):
@@ -63,7 +63,7 @@ def resnet(widths: Sequence[int] = (64, 64, 128, 256)) -> nn.Module:
 
 
 def case(name: str, device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:
-    """Returns a model, its inputs and its labels."""
+    """Return a model, its inputs and its labels."""
     torch.manual_seed(0)
     small = device.type == "cpu"
     if name == "bert":
@@ -86,7 +86,7 @@ def steps(
     fp16: bool = False,
     scaled: bool = False,
 ) -> list[float]:
-    """Trains and returns the losses. `fp16`: under autocast. `scaled`: by a GradScaler."""
+    """Train and return the losses. `fp16`: under autocast. `scaled`: with a GradScaler."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler(x.device.type, enabled=scaled)
     losses = []
@@ -105,14 +105,14 @@ def steps(
 
 
 def trained(device: torch.device) -> dict[str, Any]:
-    """Trains both models in INT8; raises where losses leave FP32's or a layer of a large product
-    was not ours.
+    """Train both models in INT8; raise AssertionError if losses differ from FP32's or, before
+    Ampere, no product ran as a kernel.
     """
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for name in ("bert", "resnet"):
         model, x, y = case(name, device)
         want = steps(model, model, x, y, STEPS)
-        # On a CPU it is this script that is tried.
+        # On a CPU only this script is tested.
         for inner in ("aot_eager",) if device.type == "cpu" else ("aot_eager", "inductor"):
             torch.compiler.reset()
             print(f"smoke: {name}, {inner}", file=sys.stderr, flush=True)
@@ -124,7 +124,7 @@ def trained(device: torch.device) -> dict[str, Any]:
             )
             with (
                 torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
-                _warned() as told,
+                _warned() as messages,
             ):
                 got = steps(model, compiled, x, y, STEPS, scaled=device.type == "cuda")
             ran = {
@@ -133,77 +133,82 @@ def trained(device: torch.device) -> dict[str, Any]:
                 if event.name in ("qsync::gemm", "qsync::conv2d_product")
             }
             worst = max(abs(a - b) for a, b in zip(got, want, strict=True))
-            found[f"{name}, {inner}"] = {
+            report[f"{name}, {inner}"] = {
                 "losses": got,
                 "fp32": want,
                 "ours": sorted(ran),
-                "warned": told,
+                "warned": messages,
             }
             assert worst < 0.1 * max(want), f"{name}, {inner}: losses {got} and FP32's {want}"
             _check_ours(device, name, ran)
-    return found
+    return report
 
 
 def _check_ours(device: torch.device, name: str, ran: set[str]) -> None:
     from qsync_fx.backend.cuda.runtime.device_state import known_of
 
-    known = known_of(device)
-    # Before Ampere nothing is faster than INT8, whatever the size, so its products are kernels
-    # without tuning.
-    if device.type == "cuda" and known.arch == "sm_75" and known.lacks is None:
+    state = known_of(device)
+    # Before Ampere INT8 is fastest for all sizes, so that its products are kernels without tuning.
+    if device.type == "cuda" and state.arch == "sm_75" and state.lacks is None:
         assert "qsync::gemm" in ran, f"{name}: no product was a kernel of ours, of {sorted(ran)}"
 
 
 @contextlib.contextmanager
 def _warned() -> Any:
     texts: list[str] = []
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts
-    texts += [str(w.message) for w in told if w.category.__module__.startswith("qsync_fx")]
+    texts += [str(w.message) for w in caught if w.category.__module__.startswith("qsync_fx")]
 
 
 def timed(device: torch.device) -> dict[str, Any]:
-    """Returns the median seconds of a step by wall-clock, variants taking turns, and of its kernels
-    on the device.
+    """Return the median milliseconds of a step by wall clock, with interleaved variants, and on the
+    device.
     """
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     inner = "aot_eager" if device.type == "cpu" else "inductor"
     for name in ("bert",) if device.type == "cpu" else ("bert", "resnet"):
-        ways: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor], bool]] = {}
-        for way in ("fp32", "autocast fp16", "autocast fp16, compiled", "qsync fp16", "qsync int8"):
+        variants: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor], bool]] = {}
+        for variant in (
+            "fp32",
+            "autocast fp16",
+            "autocast fp16, compiled",
+            "qsync fp16",
+            "qsync int8",
+        ):
             model, x, y = case(name, device)
             run: Any = model
-            if way.startswith("qsync"):
+            if variant.startswith("qsync"):
                 run = torch.compile(
                     model,
                     backend="qsync",
                     options={
-                        "precision": way.split()[1],
+                        "precision": variant.split()[1],
                         "inner_backend": inner,
                         "skip_unprofitable": False,
                     },
                 )
-            elif way.endswith("compiled"):
+            elif variant.endswith("compiled"):
                 run = torch.compile(model, backend=inner)
-            ways[way] = model, run, way.startswith("autocast")
-        took: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+            variants[variant] = model, run, variant.startswith("autocast")
+        took: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
         for turn in range(ROUNDS if device.type == "cuda" else 3):
-            for way, (model, run, fp16) in ways.items():
-                one = _once(device, functools.partial(steps, model, run, x, y, 1, fp16))
+            for variant, (model, run, fp16) in variants.items():
+                seconds = _once(device, functools.partial(steps, model, run, x, y, 1, fp16))
                 if turn > 1:
-                    took[way].append(one)
-        found[name] = {
-            way: dict(
+                    took[variant].append(seconds)
+        report[name] = {
+            variant: dict(
                 zip(
                     ("wall_ms", "device_ms"),
                     map(_milliseconds, zip(*values, strict=True)),
                     strict=True,
                 )
             )
-            for way, values in took.items()
+            for variant, values in took.items()
         }
-    return found
+    return report
 
 
 def _milliseconds(seconds: tuple[float, ...]) -> float:
@@ -211,7 +216,7 @@ def _milliseconds(seconds: tuple[float, ...]) -> float:
 
 
 def _once(device: torch.device, call: Callable[[], object]) -> tuple[float, float]:
-    """Returns the seconds of a call by wall-clock, and between two events on the device."""
+    """Return the seconds of a call by wall clock, and between two events on the device."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()

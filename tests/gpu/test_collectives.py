@@ -1,5 +1,5 @@
-"""Collectives of NCCL on one GPU, of one rank with itself: values equal those of the CPU, and the
-host does not wait for the device between two ends of a step.
+"""NCCL collectives on one GPU with a single rank: values equal gloo's on the CPU, and the host does
+not wait for the device within a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHAPES = ((400, 300), (1031,), (7, 5, 3, 3), (129,))
 
 @pytest.fixture
 def groups() -> Iterator[dict[str, Any]]:
-    """Groups of one rank by device type, and the control group."""
+    """Yield groups of one rank by device type, and the control group."""
     store = distributed.HashStore()
     distributed.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     try:
@@ -52,7 +52,7 @@ def no_waiting(device: torch.device) -> Iterator[None]:
 
 
 def reduced(name: str, groups: dict[str, Any], device: torch.device) -> list[Tensor]:
-    """Return the results of both forms of reduction in three steps, and the error feedback."""
+    """Return results of both forms of reduction for three steps, and the error feedback."""
     state = CompressorState(0, 1, name, 7, device)
     reducer: Any = Reducer(groups["control"], state, collective=groups[device.type])
     codec = codec_named(name)

@@ -1,5 +1,5 @@
-"""Every convolution kernel of this GPU: to the last bit where sums are exact, within its roundings
-of FP64 on random data.
+"""Convolution kernels of this GPU: exact sums bit by bit, random data within the kernel's roundings
+of FP64.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ each = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name
 
 
 def operands(p: ConvProblem, draw: object) -> tuple[Tensor, Tensor]:
-    """Returns both operands as torch shapes them, their channels last in memory."""
+    """Return both operands in torch's shapes, channels-last in memory."""
     x, weight, y = (p.n, p.h, p.w, p.c), (p.k, p.r, p.s, p.c), (p.n, p.p, p.q, p.k)
     shapes = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[p.operation]
     a, b = (
@@ -35,16 +35,20 @@ def operands(p: ConvProblem, draw: object) -> tuple[Tensor, Tensor]:
 
 
 def epilogue(p: ConvProblem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns a's scale, b's and the bias, as the problem says that there are."""
-    one = functools.partial(torch.rand, (), device=kit.DEVICE)
-    many = functools.partial(torch.rand, (1, p.k, 1, 1), device=kit.DEVICE)
-    a_scale = one() + 0.5 if p.a_scale != "none" else None
-    b_scale = None if p.b_scale == "none" else (many() if p.b_scale == "channel" else one()) + 0.5
+    """Return a's scale, b's scale and the bias that a problem requires, None for others."""
+    scalar = functools.partial(torch.rand, (), device=kit.DEVICE)
+    per_channel = functools.partial(torch.rand, (1, p.k, 1, 1), device=kit.DEVICE)
+    a_scale = scalar() + 0.5 if p.a_scale != "none" else None
+    b_scale = (
+        None
+        if p.b_scale == "none"
+        else (per_channel() if p.b_scale == "channel" else scalar()) + 0.5
+    )
     return a_scale, b_scale, torch.randn(p.k, device=kit.DEVICE) if p.bias else None
 
 
 def flat(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Scales and bias as they broadcast against channels that lie last."""
+    """Return scales and bias in shapes that broadcast against trailing channels."""
     return tuple(None if t is None else t.reshape(-1) if t.dim() else t for t in given)
 
 
@@ -55,7 +59,7 @@ def run(
     b: Tensor,
     given: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Tensor:
-    """Returns the result, channels last. The memory that it will most likely get is NaN before."""
+    """Return the result, channels last, in memory that most likely contained NaN before."""
     poison = torch.full(
         (kit.convolved_size(p),), torch.nan, dtype=kit.FORMATS[config.out].dtype, device=kit.DEVICE
     )
@@ -70,15 +74,20 @@ def run(
 def test_exact_sums_are_right_to_the_last_bit(config: KernelConfig) -> None:
     for p in problems(config):
         a, b = operands(p, kit.whole_numbers)
-        given = epilogue(p)
-        kit.assert_equal(run(config, p, a, b, given), kit.convolved(p, a, b), config, *flat(given))
+        scales_and_bias = epilogue(p)
+        kit.assert_equal(
+            run(config, p, a, b, scales_and_bias),
+            kit.convolved(p, a, b),
+            config,
+            *flat(scales_and_bias),
+        )
 
 
 @each
 def test_random_data_against_fp64(config: KernelConfig) -> None:
     for p in problems(config):
         a, b = operands(p, kit.random_numbers)
-        given = epilogue(p)
+        scales_and_bias = epilogue(p)
         sums, magnitudes = (
             kit.convolved(p, a, b),
             kit.convolved(p, kit.wide(a).abs(), kit.wide(b).abs()),
@@ -86,7 +95,14 @@ def test_random_data_against_fp64(config: KernelConfig) -> None:
         terms = {"fprop": p.r * p.s * p.c, "dgrad": p.r * p.s * p.k, "wgrad": p.n * p.p * p.q}[
             p.operation
         ]
-        kit.assert_near(run(config, p, a, b, given), sums, magnitudes, terms, config, *flat(given))
+        kit.assert_near(
+            run(config, p, a, b, scales_and_bias),
+            sums,
+            magnitudes,
+            terms,
+            config,
+            *flat(scales_and_bias),
+        )
 
 
 @pytest.mark.parametrize("fmt", kit.each_of("int8", "bf16", "fp16", "tf32"))
@@ -95,8 +111,8 @@ def test_random_data_against_fp64(config: KernelConfig) -> None:
 def test_operator_supports_any_channels_and_layout(
     fmt: str, operation: str, channels: tuple[int, int]
 ) -> None:
-    """`qsync::conv2d_product` on tensors with channels first, of odd sizes, one of them starting
-    between two multiples of 16 bytes.
+    """`qsync::conv2d_product` with contiguous NCHW tensors of odd sizes, and `a` not aligned to 16
+    bytes.
     """
     (c, k), (h, w) = channels, (13, 10)
     x, weight, y = (5, c, h, w), (k, c, 3, 3), (5, k, 7, 5)
@@ -104,9 +120,9 @@ def test_operator_supports_any_channels_and_layout(
     size = {"fprop": [3, 3], "dgrad": [h, w], "wgrad": [3, 3]}[operation]
     a, b = (kit.whole_numbers(fmt, shape, kit.DEVICE) for shape in shapes)
     a = torch.cat([a.flatten()[:1], a.flatten()])[1:].view(a.shape)
-    how = size, [2, 2], [1, 1], [1, 1], operation, torch.float32, fmt == "tf32"
-    found = conv2d_product(a, b, None, None, None, *how)
-    want = conv2d_product(a.cpu(), b.cpu(), None, None, None, *how)
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    # Where torch computes, results in a 16-bit carrier are rounded to it.
-    assert torch.allclose(found.cpu(), want, rtol=2.0**-8, atol=1e-4 * float(want.abs().max()))
+    settings = size, [2, 2], [1, 1], [1, 1], operation, torch.float32, fmt == "tf32"
+    result = conv2d_product(a, b, None, None, None, *settings)
+    want = conv2d_product(a.cpu(), b.cpu(), None, None, None, *settings)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    # When torch computes, results in a 16-bit compute dtype are rounded to it.
+    assert torch.allclose(result.cpu(), want, rtol=2.0**-8, atol=1e-4 * float(want.abs().max()))

@@ -1,4 +1,4 @@
-"""Copies and conversions on a GPU: torch's bits, whatever the matrix; streams, CUDA graphs, more
+"""Copies and conversions on a GPU equal torch bit by bit: all layouts, streams, CUDA graphs, more
 than 2^31 elements.
 """
 
@@ -50,7 +50,7 @@ def bits(t: Tensor) -> Tensor:
 
 
 def drawn(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Returns elements of all bit patterns, NaN, infinities and denormals among them."""
+    """Return elements of random bit patterns, including NaN, infinities and denormals."""
     raw = torch.randint(0, 256, (*shape, dtype.itemsize), device=kit.DEVICE, dtype=torch.uint8)
     return raw.view(dtype).view(shape)
 
@@ -71,14 +71,14 @@ def lying(t: Tensor, how: str) -> Tensor:
 def wanted(
     x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: tuple[int, int]
 ) -> Tensor:
-    """Returns what plain torch computes, on the same device."""
+    """Return torch's result on the same device."""
     straight = x.t() if turned else x
     values = straight if scale is None else straight.float() * scale
     return padding.laid_out(values.to(dtype), *shape, "row")
 
 
 def assert_equal(found: Tensor, want: Tensor) -> None:
-    """Asserts equal bits; of conversions NaN is NaN."""
+    """Assert equal bits; floating-point NaN equals any NaN."""
     wrong = bits(found) != bits(want)
     if want.is_floating_point():
         wrong &= ~(found.float().isnan() & want.float().isnan())
@@ -89,18 +89,18 @@ def assert_equal(found: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_copies_have_every_bit(dtype: torch.dtype) -> None:
-    for shape, how, turned, more in itertools.product(
+    for shape, layout, transposed, more in itertools.product(
         SHAPES, LAYOUTS, (False, True), ((0, 0), (0, 16), (5, 3))
     ):
-        x = lying(drawn(dtype, shape), how)
-        inner = shape[::-1] if turned else shape
+        x = lying(drawn(dtype, shape), layout)
+        inner = shape[::-1] if transposed else shape
         room = (
             inner[0] + more[0],
             -(-(inner[1] + more[1]) // 16) * 16 if more[1] == 16 else inner[1] + more[1],
         )
-        found = convert(x, transposed=turned, shape=room)
-        assert found.is_contiguous() and torch.equal(
-            bits(found), bits(wanted(x, dtype, None, turned, room))
+        result = convert(x, transposed=transposed, shape=room)
+        assert result.is_contiguous() and torch.equal(
+            bits(result), bits(wanted(x, dtype, None, transposed, room))
         )
     assert not launch_utils.reasons()
 
@@ -112,13 +112,14 @@ def test_conversions_are_torchs(source: torch.dtype, dtype: torch.dtype) -> None
         None,
         *(torch.tensor(value, device=kit.DEVICE) for value in (0.0123, 2.0**-24, 600.0, 1e30)),
     ]
-    for shape, how, turned in itertools.product(SHAPES, LAYOUTS, (False, True)):
-        x = lying(drawn(source, shape), how)
-        inner = shape[::-1] if turned else shape
+    for shape, layout, transposed in itertools.product(SHAPES, LAYOUTS, (False, True)):
+        x = lying(drawn(source, shape), layout)
+        inner = shape[::-1] if transposed else shape
         room = inner[0] + 1, -(-inner[1] // 16) * 16
         for scale in scales[:: 1 if shape == (129, 1030) else 2]:
             assert_equal(
-                convert(x, dtype, scale, turned, room), wanted(x, dtype, scale, turned, room)
+                convert(x, dtype, scale, transposed, room),
+                wanted(x, dtype, scale, transposed, room),
             )
     assert not launch_utils.reasons()
 
@@ -138,17 +139,17 @@ def test_images(dtype: torch.dtype) -> None:
             drawn(dtype, (shape[0], shape[1] + 2, *shape[2:]))[:, 1:-1],
         ):
             for first, second in (x.shape[:2], (x.shape[0] + 1, -(-x.shape[1] // 16) * 16)):
-                found, want = (
+                result, want = (
                     layout_convert.channels_last(x, first, second),
                     padding.channels_last(x, first, second),
                 )
-                assert found.stride() == want.stride()
-                assert torch.equal(bits(found.permute(0, 2, 3, 1)), bits(want.permute(0, 2, 3, 1)))
+                assert result.stride() == want.stride()
+                assert torch.equal(bits(result.permute(0, 2, 3, 1)), bits(want.permute(0, 2, 3, 1)))
     assert not launch_utils.reasons()
 
 
 def test_more_than_two_to_the_31() -> None:
-    """Offsets are of 64 bits, in either direction; needs 5 GB."""
+    """Offsets have 64 bits for both orientations; needs 5 GB."""
     if torch.cuda.mem_get_info()[0] < 12 << 30:
         pytest.skip("not enough memory")
     x = torch.zeros(46_341, 46_341, dtype=torch.int8, device=kit.DEVICE)
@@ -156,11 +157,11 @@ def test_more_than_two_to_the_31() -> None:
     marks = [(0, 0), (46_340, 46_340), (46_340, 5), (7, 46_340), (23_171, 30_000)]
     for value, (row, column) in enumerate(marks, 1):
         x[row, column] = value
-    for turned in (False, True):
-        found = convert(x, transposed=turned, shape=(46_342, 46_352))
-        assert int(found.count_nonzero()) == len(marks)
+    for transposed in (False, True):
+        result = convert(x, transposed=transposed, shape=(46_342, 46_352))
+        assert int(result.count_nonzero()) == len(marks)
         for value, (row, column) in enumerate(marks, 1):
-            assert found[(column, row) if turned else (row, column)] == value
+            assert result[(column, row) if transposed else (row, column)] == value
     assert not launch_utils.reasons()
 
 
@@ -172,20 +173,20 @@ def test_custom_stream_and_cuda_graph() -> None:
     with torch.cuda.stream(side):
         torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
         late = x.clone()
-        found = convert(late, transposed=True, shape=(2050, 528))
+        result = convert(late, transposed=True, shape=(2050, 528))
     side.synchronize()
-    assert torch.equal(found, want)
+    assert torch.equal(result, want)
     graph = torch.cuda.CUDAGraph()
-    kept = torch.zeros_like(x)
+    static = torch.zeros_like(x)
     with torch.cuda.graph(graph):
-        found = convert(kept, transposed=True, shape=(2050, 528))
-    kept.copy_(x)
+        result = convert(static, transposed=True, shape=(2050, 528))
+    static.copy_(x)
     graph.replay()
-    assert torch.equal(found, want) and not launch_utils.reasons()
+    assert torch.equal(result, want) and not launch_utils.reasons()
 
 
 def test_empty() -> None:
     for shape in ((0, 8), (8, 0), (0, 0)):
-        found = convert(torch.empty(shape, dtype=torch.int8, device=kit.DEVICE), shape=(16, 32))
-        assert found.shape == (16, 32) and not found.any()
+        result = convert(torch.empty(shape, dtype=torch.int8, device=kit.DEVICE), shape=(16, 32))
+        assert result.shape == (16, 32) and not result.any()
     assert convert(torch.empty(0, 8, device=kit.DEVICE)).shape == (0, 8)

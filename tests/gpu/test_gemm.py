@@ -1,5 +1,5 @@
-"""Every GEMM kernel of this GPU: to the last bit where sums are exact, within its roundings of FP64
-on random data, whatever the size.
+"""GEMM kernels of this GPU: exact sums bit by bit, random data within the kernel's roundings of
+FP64, for all sizes.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def test_random_data_against_fp64(config: KernelConfig) -> None:
     for m, n, k in kit.gemm_sizes(config):
         a, b = operands(config, m, n, k)
         with_all = epilogue(config, m, n)
-        found = kit.gemm(library, config, a, b, *with_all)
+        result = kit.gemm(library, config, a, b, *with_all)
         sums, magnitudes = kit.wide(a) @ kit.wide(b), kit.wide(a).abs() @ kit.wide(b).abs()
-        kit.assert_near(found, sums, magnitudes, k, config, *with_all)
+        kit.assert_near(result, sums, magnitudes, k, config, *with_all)
 
 
 @each
@@ -68,7 +68,7 @@ def test_nonfinite_values_stay_in_their_rows(config: KernelConfig) -> None:
     a_scale, b_scale, bias = epilogue(config, m, n)
     rows = 0, m // 2, m - 1
     if config.a == "int8":
-        # Quantizing NaN gives a scale of NaN, and zeros.
+        # Quantizing NaN gives a NaN scale and zeros.
         assert a_scale is not None
         clean = kit.gemm(library, config, a, b, a_scale, b_scale, bias)
         a_scale[list(rows)] = torch.nan
@@ -77,16 +77,16 @@ def test_nonfinite_values_stay_in_their_rows(config: KernelConfig) -> None:
         wide = a.float()
         wide[rows[0], 0], wide[rows[1], -1], wide[rows[2]] = torch.nan, torch.nan, torch.inf
         a = wide.to(a.dtype)
-    found = kit.gemm(library, config, a, b, a_scale, b_scale, bias).float()
-    kept = [row for row in range(m) if row not in rows]
-    assert torch.equal(found[kept], clean.float()[kept])
-    # The third row has infinities.
-    assert found[list(rows[:2])].isnan().all()
+    result = kit.gemm(library, config, a, b, a_scale, b_scale, bias).float()
+    others = [row for row in range(m) if row not in rows]
+    assert torch.equal(result[others], clean.float()[others])
+    # Infinities in the third row need not become NaN.
+    assert result[list(rows[:2])].isnan().all()
 
 
 @each
 def test_the_largest_values(config: KernelConfig) -> None:
-    """INT8 at both ends of its range, and a sum as long as a kernel takes; elsewhere sums that
+    """INT8: the minimum of its range with the longest sum of a kernel. Others: sums that may
     overflow the output.
     """
     library = kit.library(codegen.unit_of(config))
@@ -102,26 +102,26 @@ def test_the_largest_values(config: KernelConfig) -> None:
     largest = float(torch.finfo(kit.FORMATS[config.a].dtype).max)
     a = torch.full((m, k), largest, device=kit.DEVICE).to(kit.FORMATS[config.a].dtype)
     b = torch.ones((k, n), device=kit.DEVICE).to(kit.FORMATS[config.b].dtype)
-    found = kit.gemm(library, config, a, b).double()
+    result = kit.gemm(library, config, a, b).double()
     limit = torch.finfo(kit.FORMATS[config.out].dtype).max
     want = kit.wide(a) @ kit.wide(b)
-    near = (found - want).abs() <= 0.01 * want
-    assert (near | (found.isinf() & (want > 0.99 * limit))).all()
+    near = (result - want).abs() <= 0.01 * want
+    assert (near | (result.isinf() & (want > 0.99 * limit))).all()
 
 
 def test_tuner_check_accepts_the_results() -> None:
-    """What keeps a wrong kernel from winning (`peers.differs`) says of a right one that it is, and
-    of another that it is not.
+    """`event_timer.differs`, which rejects wrong kernels in tuning, accepts a correct result and
+    rejects a wrong one.
     """
     fmt = "fp16" if kit.lacks("bf16") else "bf16"
     config = next(config for config in CONFIGS if config.a == fmt)
     problem = GemmProblem(256, 512, 384, fmt, fmt, config.out, config.a_major, config.b_major)
-    given = event_timer.operands(problem, kit.DEVICE)
-    assert isinstance(given, GemmProduct)
+    product = event_timer.operands(problem, kit.DEVICE)
+    assert isinstance(product, GemmProduct)
     library = kit.library(codegen.unit_of(config))
-    found = launch.call_site(library, config, problem, problem, given)(given)
-    assert event_timer.differs(found, given) == ""
-    assert event_timer.differs(found * 1.1, given)
+    result = launch.call_site(library, config, problem, problem, product)(product)
+    assert event_timer.differs(result, product) == ""
+    assert event_timer.differs(result * 1.1, product)
 
 
 SIZES = ((0, 8, 8), (8, 0, 8), (8, 8, 0), (1, 1, 1), (3, 5, 7), (33, 17, 129), (257, 1000, 31))
@@ -129,9 +129,7 @@ FORMATS = kit.here("int8", "fp8", "fp16", "bf16", "tf32", "fp32")
 
 
 def asked() -> list[GemmProblem]:
-    """Returns the problems that the operator is tried with, for their kernels to be compiled
-    before.
-    """
+    """Return the problems of the operator tests, to compile their kernels in advance."""
     many = ((m, n, k, fmt) for m, n, k in SIZES for fmt in FORMATS if m * n * k)
     return [
         GemmProblem(m, n, k, fmt, fmt, "fp32", "row", "row", "channel", "none", True)
@@ -142,9 +140,7 @@ def asked() -> list[GemmProblem]:
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("size", SIZES)
 def test_operator_supports_any_size(fmt: str, size: tuple[int, int, int]) -> None:
-    """`qsync::gemm` is right whether a kernel takes the size, a padded one, or torch; on the CPU it
-    says what is right.
-    """
+    """`qsync::gemm` equals its CPU result, computed by a kernel, a padded kernel or torch."""
     from qsync_fx.backend.operators.gemm.gemm import gemm
 
     m, n, k = size
@@ -152,6 +148,6 @@ def test_operator_supports_any_size(fmt: str, size: tuple[int, int, int]) -> Non
     a, b = operands(kind, m, n, k, draw=kit.whole_numbers)
     bias, scale = torch.randn(n, device=kit.DEVICE), torch.rand(m, 1, device=kit.DEVICE) + 0.5
     launch_utils.forget()
-    found = gemm(a, b, scale, None, bias, torch.float32, fmt == "tf32")
+    result = gemm(a, b, scale, None, bias, torch.float32, fmt == "tf32")
     want = gemm(a.cpu(), b.cpu(), scale.cpu(), None, bias.cpu(), torch.float32, fmt == "tf32")
-    assert torch.allclose(found.cpu(), want, rtol=1e-6, atol=1e-5)
+    assert torch.allclose(result.cpu(), want, rtol=1e-6, atol=1e-5)

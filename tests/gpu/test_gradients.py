@@ -1,5 +1,5 @@
-"""Codecs of gradients on a GPU: the bytes of the CPU's kernels, fused by Inductor or not, and
-trainings of two ranks that share the GPU.
+"""Gradient codecs on a GPU: bytes equal the CPU's, fused by Inductor or not; training of two ranks
+that share the GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ SIZES = (1, 511, 512, 40_000, 1_000_003)
 
 
 def values(n: int) -> dict[str, torch.Tensor]:
-    """Values as gradients are, of all magnitudes, and some that are no numbers."""
+    """Return small gradients, gradients of all magnitudes, zeros, and gradients with NaN and
+    infinities.
+    """
     generator = torch.Generator().manual_seed(n)
     plain = torch.randn(n, generator=generator) * 1e-3
     wide = torch.randn(n, generator=generator) * torch.logspace(-44, 38, n)
@@ -44,11 +46,11 @@ def coded(codec: Codec, x: torch.Tensor, draw: Draw) -> list[torch.Tensor]:
     wire = torch.zeros(codec.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
     left = torch.full_like(x, 1e-4) if codec.residual else None
     codec.encode(x, wire, draw, left)
-    found = torch.empty_like(x)
-    codec.decode(wire, found)
+    decoded = torch.empty_like(x)
+    codec.decode(wire, decoded)
     more = torch.ones_like(x)
     codec.decode(wire, more, add=True)
-    return [made.cpu() for made in (wire, found, more, *([] if left is None else [left]))]
+    return [made.cpu() for made in (wire, decoded, more, *([] if left is None else [left]))]
 
 
 @pytest.mark.parametrize("how", ["fused", "operators"])
@@ -62,7 +64,7 @@ def test_bytes_and_values_equal_the_cpu(
     for n in SIZES:
         for name, x in values(n).items():
             draw = Draw(0x123456789ABCDEF, 77, 512 * n)
-            # What a NaN carries differs between processors, where torch converts to 16 bits.
+            # NaN payloads of torch's 16-bit conversions differ between processors.
             skipped = 1 if isinstance(codec, CastCodec) else 0
             both = coded(codec, x, draw)[skipped:], coded(codec, x.to(kit.DEVICE), draw)[skipped:]
             for wanted, made in zip(*both, strict=True):
@@ -79,17 +81,19 @@ def test_gradients_equal_the_cpu(devices: tuple[str, str], tmp_path: Path) -> No
     expected = ranks.results(
         "placed", 2, tmp_path / "cpu", codecs=names, devices=["cpu", "cpu"], **job
     )
-    found = ranks.results("placed", 2, tmp_path / "gpu", codecs=names, devices=list(devices), **job)
+    actual = ranks.results(
+        "placed", 2, tmp_path / "gpu", codecs=names, devices=list(devices), **job
+    )
     for name in names:
-        assert [rank[name] for rank in found] == [rank[name] for rank in expected], name
+        assert [rank[name] for rank in actual] == [rank[name] for rank in expected], name
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_duo_needs_no_more_memory_than_training_without_it(sharded: bool, tmp_path: Path) -> None:
     job = {"codec": "duo4", "device": "cuda", "width": 1024, "offload": None, "sharded": sharded}
     rank = {"script": "duo_memory_rank.py", "seconds": 150, "forked": False}
-    for found in ranks.results("allocator_peak", 2, tmp_path, **rank, **job):
-        assert found["duo4"] <= 1.05 * found["None"], found
+    for peaks in ranks.results("allocator_peak", 2, tmp_path, **rank, **job):
+        assert peaks["duo4"] <= 1.05 * peaks["None"], peaks
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -97,8 +101,8 @@ def test_duo_on_a_gpu_is_training_without_it(offload: bool, tmp_path: Path) -> N
     cases = [("sgd", "accumulating"), ("adamw", "clipping"), ("adamw fused", "scaling")]
     job = {"cases": cases, "offload": offload, "device": "cuda"}
     rank = {"script": "duo_rank.py", "seconds": 150, "forked": False}
-    for found in ranks.results("identical", 2, tmp_path, **rank, **job):
-        for name, item in found.items():
+    for result in ranks.results("identical", 2, tmp_path, **rank, **job):
+        for name, item in result.items():
             assert item["ahead"] == item["alone"], name
 
 

@@ -1,6 +1,4 @@
-"""What is kept for the backward pass is what was quantized: one byte a value in INT8, two
-in BF16.
-"""
+"""Saved tensors have the quantized format: one byte per value in INT8, two in BF16."""
 
 from __future__ import annotations
 
@@ -21,15 +19,15 @@ WIDTH, BATCH, LAYERS = 1024, 8192, 6
 
 
 def stack() -> nn.Module:
-    """Linear layers with nothing between them: an activation would be kept besides, or computed
-    again from what is kept.
+    """Return consecutive linear layers. An activation in between would be saved too, or recomputed
+    from saved tensors.
     """
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
 def asked(precision: str = "int8") -> list[Problem]:
-    """Returns the problems of these layers, for their kernels to be compiled before."""
+    """Return the problems of these layers, to compile their kernels in advance."""
     with assumed(kit.arch(), on="cpu"):
         return problems_of(
             explain(
@@ -41,9 +39,7 @@ def asked(precision: str = "int8") -> list[Problem]:
 
 
 def held_and_peak(model: nn.Module, x: Tensor, precision: str) -> tuple[int, int]:
-    """Returns the bytes held between forward and backward pass, and the most that are held in a
-    step; parameters left out.
-    """
+    """Return the bytes saved for backward and the peak bytes of a step, without parameters."""
     torch.compiler.reset()
     fast = torch.compile(
         model, backend="qsync", options={"precision": precision, "skip_unprofitable": False}
@@ -60,10 +56,10 @@ def held_and_peak(model: nn.Module, x: Tensor, precision: str) -> tuple[int, int
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loss = loss_of(fast(x))
-    held = torch.cuda.memory_allocated() - before
+    saved = torch.cuda.memory_allocated() - before
     loss.backward()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
-    return held, torch.cuda.max_memory_allocated() - before
+    return saved, torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.skipif(bool(kit.lacks("bf16")), reason=kit.lacks("bf16"))
@@ -74,7 +70,7 @@ def test_quantized_activation_is_saved_in_one_byte_per_value(tmp_path: Path) -> 
             held_and_peak(stack().to(kit.DEVICE), x, name) for name in ("int8", "bf16")
         )
     values = LAYERS * BATCH * WIDTH
-    # The last output is in both; half of what BF16 keeps of the inputs is saved.
+    # Both include the last output. INT8 needs half of BF16's bytes for the saved inputs.
     assert bf16 - int8 > 0.8 * values, f"{int8} bytes are held, {bf16} in BF16, of {values} values"
     assert int8_peak < bf16_peak
 
@@ -90,7 +86,7 @@ def test_bert_trains_in_less_memory_than_in_bf16() -> None:
 
 
 def test_workspace_and_operands_are_released() -> None:
-    """A thousand calls take no more memory than ten."""
+    """A thousand calls reserve no more memory than ten."""
     from qsync_fx.backend.operators.gemm.gemm import gemm
     from qsync_fx.backend.operators.quantize import quantize
 

@@ -1,5 +1,5 @@
-"""Whole models on a GPU: they train as FP32 does, agree with the CPU, and run under the compilers
-and tools that people train with.
+"""Whole models on a GPU: training close to FP32, agreement with the CPU, compilers, GradScaler and
+CUDA graphs.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ from tests.support.models.small_models import Perceptron, gradients, relative_er
 
 GRADIENTS = {
     "bert": {"bf16": 0.012, "fp16": 0.012, "int8": 0.045, "int8_grad": 0.055, "fp8": 0.17},
-    # Batch norms over few pixels divide by what is small, so this one shows roundings tenfold.
+    # Batch norms over few pixels divide by small variances, which amplifies roundings tenfold.
     "resnet": {"bf16": 0.35, "fp16": 0.2, "int8": 0.75, "int8_grad": 0.75, "fp8": 1.1},
 }
-"""How far gradients of weights may be from FP32's, relative to these: half as much again as
-measured with the same models on a CPU.
+"""Relative error of weight gradients against FP32: 1.5 times the error measured with the same
+models on a CPU.
 """
 
 PROGRESS = 0.02
-"""How far the loss after the last step may be from FP32's, relative to FP32's progress; on a CPU
-0.003 at the most.
-"""
+"""Difference of the final loss from FP32's, relative to FP32's progress; at most 0.003 on a CPU."""
 
 STEPS = 25
 
 
 @pytest.fixture(autouse=True)
 def _exact_fp32() -> Iterator[None]:
-    """FP32 is what others are compared with, so it is not TF32; and each test compiles anew."""
+    """Disable TF32 for the FP32 reference, and reset compiled code."""
     torch.compiler.reset()
     launch_utils.forget()
     before = torch.backends.cudnn.allow_tf32
@@ -87,10 +85,10 @@ def test_a_model_trains_by_kernels_as_fp32_does(
 ) -> None:
     if why := kit.lacks(precision):
         pytest.skip(why)
-    asked = models.problems(name, precision, kit.arch())
+    problems = models.problems(name, precision, kit.arch())
     exact, model = models.build(name, kit.DEVICE), models.build(name, kit.DEVICE)
     x = models.CASES[name].inputs().to(kit.DEVICE)
-    with models.kernels_win(asked, kit.arch(), tmp_path):
+    with models.kernels_win(problems, kit.arch(), tmp_path):
         fast = compiled(model, precision, inner_backend)
         models.step(name, exact, x)
         models.step(name, fast, x)
@@ -104,7 +102,7 @@ def test_a_model_trains_by_kernels_as_fp32_does(
             ) as profile:
                 models.step(name, fast, x)
             called = {event.key for event in profile.key_averages()}
-            assert models.operators_with_kernels(asked, kit.arch()) <= called, (
+            assert models.operators_with_kernels(problems, kit.arch()) <= called, (
                 "no kernel of ours ran"
             )
         refused = {
@@ -113,8 +111,8 @@ def test_a_model_trains_by_kernels_as_fp32_does(
             if "its kernel does not" in why or "cannot be st" in why
         }
         assert not refused, refused
-        for each in (exact, model):
-            each.zero_grad()
+        for module in (exact, model):
+            module.zero_grad()
         losses, wanted = trained(name, fast, model), trained(name, exact, exact)
     progress = wanted[0] - wanted[-1]
     assert progress > 0.2 * wanted[0]
@@ -124,14 +122,14 @@ def test_a_model_trains_by_kernels_as_fp32_does(
 @pytest.mark.parametrize("name", models.CASES)
 @pytest.mark.parametrize("precision", kit.each_of("bf16", "int8", "int8_grad", "fp8"))
 def test_cpu_and_gpu_agree(name: str, precision: str, tmp_path: Path) -> None:
-    """With nothing random, both compute the same model in the same formats: what differs is the
+    """With nearest rounding, both compute the same model in the same formats and differ only in the
     order of FP32 sums.
 
-    A sum that falls just beside the border between two levels goes to the other one; few do.
+    A few sums near a rounding boundary are rounded to the other level.
     """
-    asked = models.problems(name, precision, kit.arch())
-    with models.kernels_win(asked, kit.arch(), tmp_path):
-        found = []
+    problems = models.problems(name, precision, kit.arch())
+    with models.kernels_win(problems, kit.arch(), tmp_path):
+        results = []
         for device in (kit.DEVICE, torch.device("cpu")):
             model = models.build(name, device)
             loss = models.step(
@@ -139,21 +137,19 @@ def test_cpu_and_gpu_agree(name: str, precision: str, tmp_path: Path) -> None:
                 compiled(model, precision, rounding="nearest"),
                 models.CASES[name].inputs().to(device),
             )
-            found.append(
+            results.append(
                 (
                     float(loss),
                     {key: value.cpu() for key, value in models.weight_gradients(model).items()},
                 )
             )
-    (gpu, gpu_gradients), (cpu, cpu_gradients) = found
+    (gpu, gpu_gradients), (cpu, cpu_gradients) = results
     assert abs(gpu - cpu) < 0.01 * abs(cpu)
     assert relative_error(gpu_gradients, cpu_gradients) < GRADIENTS[name][precision]
 
 
 def test_the_seed_repeats_a_step(tmp_path: Path) -> None:
-    """Stochastic rounding draws from torch's generator: the same seed gives the same bits, another
-    seed others.
-    """
+    """Stochastic rounding draws from torch's generator: equal seeds give equal bits."""
     with models.kernels_win(models.problems("resnet", "int8", kit.arch()), kit.arch(), tmp_path):
         model = models.build("resnet", kit.DEVICE)
         fast, x = compiled(model, "int8"), models.CASES["resnet"].inputs().to(kit.DEVICE)
@@ -167,8 +163,8 @@ def test_the_seed_repeats_a_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**120])
 def test_grad_scaler_in_fp16(scale: float) -> None:
-    """With a scale that fits, a scaled step is the unscaled one; with one that overflows it is left
-    out, and the scale falls.
+    """With a scale that fits, a step equals the unscaled one. With a scale that overflows, the step
+    is skipped and the scale decreases.
     """
     model = Perceptron().to(kit.DEVICE)
     plain = copy.deepcopy(model)
@@ -187,16 +183,16 @@ def test_grad_scaler_in_fp16(scale: float) -> None:
     assert scaler.get_scale() == scale
     plain(x).square().mean().backward()
     wanted = gradients(plain)
-    found = {
+    actual = {
         key: (before[key] - value) / 0.1
         for key, value in model.state_dict().items()
         if key in wanted
     }
-    assert relative_error(found, wanted) < 0.05
+    assert relative_error(actual, wanted) < 0.05
 
 
 def _warmed_up(fast: Any, name: str, x: Tensor) -> None:
-    """Runs some steps on a stream of their own, as CUDA graphs want it before one is captured."""
+    """Run some steps on a side stream, as CUDA graph capture requires."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -220,15 +216,15 @@ def test_a_step_is_captured_in_a_cuda_graph(
         model.zero_grad(set_to_none=True)
         with torch.cuda.graph(graph):
             loss = models.step(name, fast, x)
-        held = dict(model.named_parameters())
-        found = []
+        parameters = dict(model.named_parameters())
+        replays = []
         for _ in range(2):
-            for parameter in held.values():
+            for parameter in parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
             graph.replay()
             torch.cuda.synchronize()
-            found.append((float(loss), gradients(model)))
+            replays.append((float(loss), gradients(model)))
         late = [
             why
             for why in launch_utils.reasons().values()
@@ -238,10 +234,10 @@ def test_a_step_is_captured_in_a_cuda_graph(
         model.zero_grad(set_to_none=True)
         wanted = float(models.step(name, fast, x)), gradients(model)
     if rounding == "nearest":
-        assert found[0][0] == pytest.approx(wanted[0], rel=1e-5)
-        assert relative_error(found[1][1], wanted[1]) < 1e-3
+        assert replays[0][0] == pytest.approx(wanted[0], rel=1e-5)
+        assert relative_error(replays[1][1], wanted[1]) < 1e-3
     else:
-        assert found[0][0] != found[1][0], (
+        assert replays[0][0] != replays[1][0], (
             "every replay rounds alike: its random numbers do not advance"
         )
-        assert found[0][0] == pytest.approx(found[1][0], rel=0.05)
+        assert replays[0][0] == pytest.approx(replays[1][0], rel=0.05)

@@ -1,6 +1,4 @@
-"""The quantizer on a GPU: the reference's bits, whatever the tensor; unbiased; the transpose is the
-transpose.
-"""
+"""GPU quantizer: bits of the reference for all tensors, unbiased rounding, transposed output."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def bits(t: Tensor) -> Tensor:
 
 
 def assert_reference(x: Tensor, fmt: str, rounding: str, keep: tuple[int, ...]) -> None:
-    """Asserts that the kernel ran and gave the bits of the reference, on this device and, Philox
-    mirrored, on the CPU.
-    """
+    """Assert that the kernel ran and that its bits equal the reference's on the GPU."""
     launch_utils.forget()
     row = precision(fmt)
     q, scale = quantize(x, seed(), 5, fmt, rounding, keep)
@@ -56,7 +52,7 @@ def assert_reference(x: Tensor, fmt: str, rounding: str, keep: tuple[int, ...]) 
 
 
 def on_cpu(x: Tensor, fmt: str, rounding: str) -> Tensor:
-    """Quantizes on the CPU with the GPU's random numbers."""
+    """Quantize on the CPU with the GPU's random numbers."""
     row, x = precision(fmt), x.cpu()
     q = reference.empty_quantized(x, row.dtype)
     scale = reference.scales(x, row, ())
@@ -103,9 +99,7 @@ def test_layouts(fmt: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("keep", [(), (0,), (1,)])
 def test_odd_values(fmt: str, dtype: torch.dtype, keep: tuple[int, ...]) -> None:
-    """Zeros, the smallest and largest numbers, NaN and infinities, each alone in its row and all at
-    once.
-    """
+    """Zeros, the smallest and largest numbers, NaN and infinities, row by row and together."""
     info = torch.finfo(dtype)
     values = [
         0.0,
@@ -142,25 +136,23 @@ def test_the_transpose_in_the_same_pass(fmt: str, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         x = torch.randn(shape, device=kit.DEVICE).to(dtype)
         launch_utils.forget()
-        q, turned, scale = quantize_transposed(x, seed(), 5, fmt, "stochastic")
+        q, transposed, scale = quantize_transposed(x, seed(), 5, fmt, "stochastic")
         assert not launch_utils.reasons()
-        assert turned.is_contiguous() and torch.equal(bits(turned), bits(q.t()))
-        alone, alone_scale = quantize(x, seed(), 5, fmt, "stochastic", ())
-        assert torch.equal(bits(q), bits(alone)) and torch.equal(scale, alone_scale)
+        assert transposed.is_contiguous() and torch.equal(bits(transposed), bits(q.t()))
+        plain, plain_scale = quantize(x, seed(), 5, fmt, "stochastic", ())
+        assert torch.equal(bits(q), bits(plain)) and torch.equal(scale, plain_scale)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_unbiased(fmt: str) -> None:
-    """The mean over many roundings is the value (QSync, section IV-A), in units of what a mean of
-    so many may be off; "floor" is not.
+    """The mean error of stochastic rounding is zero (QSync, section IV-A) up to its standard
+    deviation; "floor" is biased.
     """
     repeats = 400
     x = torch.randn(512, 256, device=kit.DEVICE)
 
     def errors(rounding: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the mean error, and the least and largest one: the distances of the two levels,
-        where both have come up.
-        """
+        """Return the mean error, and the minimum and maximum: the distances to both levels."""
         total = torch.zeros_like(x, dtype=torch.float64)
         least, most = torch.full_like(total, torch.inf), torch.full_like(total, -torch.inf)
         for value in range(repeats):
@@ -170,14 +162,14 @@ def test_unbiased(fmt: str) -> None:
         return total / repeats, least, most
 
     mean, least, most = errors("stochastic")
-    # Rounded up with the probability `up`, the variance of one draw is -least * most.
+    # For probability `up` of rounding up, the variance of one draw is -least * most.
     gap, deviation = most - least, (-least * most / repeats).clamp(min=0).sqrt()
     up = -least / gap
     often = (gap > 0) & (up * repeats > 4) & ((1 - up) * repeats > 4)
     assert often.float().mean() > 0.8
     z = mean[often].sum() / deviation[often].square().sum().sqrt()
     assert abs(float(z)) < 6
-    # A random number has sixteen bits.
+    # Random numbers have 16 bits.
     assert float(((mean.abs() - 2.0**-16 * gap) / deviation)[often].max()) < 9
     below, _, _ = errors("floor")
     assert float(below.mean()) < -10 * abs(float(mean.mean()))
@@ -185,11 +177,11 @@ def test_unbiased(fmt: str) -> None:
 
 def test_streams_and_seeds_are_distinct() -> None:
     x = torch.rand(256, 256, device=kit.DEVICE)
-    found = [
+    results = [
         quantize(x, seed(s), stream, "int8", "stochastic", ())[0]
         for s, stream in ((1, 0), (1, 0), (2, 0), (1, 1))
     ]
-    assert torch.equal(found[0], found[1])
-    for other in found[2:]:
-        different = (found[0] != other).float().mean()
-        assert 0.2 < float(different) < 0.45  # of two independent roundings, 1/3 on average
+    assert torch.equal(results[0], results[1])
+    for other in results[2:]:
+        different = (results[0] != other).float().mean()
+        assert 0.2 < float(different) < 0.45  # 1/3 on average for independent roundings

@@ -1,5 +1,5 @@
-"""What stands around kernels, on a GPU: any operand, any stream, any device, CUDA graphs, and no
-kernel that waits or compiles there.
+"""Wrapper of the kernels on a GPU: operand layouts, streams, devices, CUDA graphs without
+synchronization or compilation.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ LATE = (128, 128, 256)
 def operands(
     fmt: str, size: tuple[int, int, int], device: torch.device = kit.DEVICE
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns a, b (contiguous along k), a's scales and the bias."""
+    """Return a, b (contiguous along k), a's scales and the bias."""
     m, n, k = size
     a, b = kit.whole_numbers(fmt, (m, k), device), kit.whole_numbers(fmt, (n, k), device).t()
     return a, b, torch.rand(m, 1, device=device) + 0.5, torch.randn(n, device=device)
 
 
 def pairs(a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Returns both operands as they are, and each of them in other layouts."""
+    """Return both operands unchanged, and with each of them in other layouts."""
     return [(a, b), *((other, b) for other in layouts(a)), *((a, other) for other in layouts(b))]
 
 
 def asked() -> list[Problem]:
-    """Returns the problems of these tests, for their kernels to be compiled before."""
-    found = []
+    """Return the problems of these tests, to compile their kernels in advance."""
+    problems = []
     for fmt in FORMATS:
         for size in (*SIZES, LATE):
             a, b, scale, bias = operands(fmt, size, torch.device("cpu"))
-            found += [problem(fmt, *pair, scale, bias) for pair in pairs(a, b)]
-    return list(dict.fromkeys(found))
+            problems += [problem(fmt, *pair, scale, bias) for pair in pairs(a, b)]
+    return list(dict.fromkeys(problems))
 
 
 def call(fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -58,56 +58,54 @@ def problem(fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor |
 def assert_right(
     found: Tensor, fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None
 ) -> None:
-    given = [None if t is None else t.cpu() for t in (a, b, scale, bias)]
-    want = call(fmt, *given)  # type: ignore[arg-type]
+    arguments = [None if t is None else t.cpu() for t in (a, b, scale, bias)]
+    want = call(fmt, *arguments)  # type: ignore[arg-type]
     assert found.is_contiguous()
     assert torch.allclose(found.cpu(), want, rtol=1e-6, atol=1e-5)
 
 
 def layouts(t: Tensor) -> list[Tensor]:
-    """The same matrix in memory that kernels do not take as it is: off by one element, in wider
-    rows, turned, with gaps.
+    """Return copies in layouts that kernels do not accept directly: shifted by one element, in
+    wider rows, transposed, with gaps.
     """
     rows, columns = t.shape
     shifted = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(rows, columns)
     wider = torch.empty(rows, columns + 3, dtype=t.dtype, device=t.device)[:, 3:]
-    turned = torch.empty(columns, rows, dtype=t.dtype, device=t.device).t()
+    transposed = torch.empty(columns, rows, dtype=t.dtype, device=t.device).t()
     sparse = torch.empty(2 * rows, 2 * columns, dtype=t.dtype, device=t.device)[::2, ::2]
-    return [made.copy_(t) for made in (shifted, wider, turned, sparse)]
+    return [made.copy_(t) for made in (shifted, wider, transposed, sparse)]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("size", SIZES)
 def test_operands_as_they_come(fmt: str, size: tuple[int, int, int], tmp_path: Path) -> None:
     a, b, scale, bias = operands(fmt, size)
-    ways = pairs(a, b)
+    operand_pairs = pairs(a, b)
     with models.kernels_win(
-        [problem(fmt, *pair, scale, bias) for pair in ways], kit.arch(), tmp_path
+        [problem(fmt, *pair, scale, bias) for pair in operand_pairs], kit.arch(), tmp_path
     ):
-        for pair in ways:
+        for pair in operand_pairs:
             assert_right(call(fmt, *pair, scale, bias), fmt, *pair, scale, bias)
         assert_right(call(fmt, a, b, None, None), fmt, a, b, None, None)
-    # A row of a matrix broadcast to many: its stride is zero.
+    # A row broadcast to many rows, with stride zero.
     assert_right(
         call(fmt, a[:1].expand(9, -1), b, None, bias), fmt, a[:1].expand(9, -1), b, None, bias
     )
 
 
 def test_kernels_do_compute_where_they_should(tmp_path: Path) -> None:
-    """Else the tests above are about torch."""
+    """Otherwise the tests above would test torch."""
     for fmt in FORMATS:
-        given = operands(fmt, SIZES[0])
+        arguments = operands(fmt, SIZES[0])
         launch_utils.forget()
-        with models.kernels_win([problem(fmt, *given)], kit.arch(), tmp_path / fmt):
-            call(fmt, *given)
+        with models.kernels_win([problem(fmt, *arguments)], kit.arch(), tmp_path / fmt):
+            call(fmt, *arguments)
         assert launch_utils.reasons() == {}, fmt
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_custom_stream(fmt: str, tmp_path: Path) -> None:
-    """Kernels wait for what is before them on the current stream: here something slow that makes
-    their operands.
-    """
+    """Kernels wait for preceding work on the current stream: a slow copy of their operands."""
     a, b, scale, bias = operands(fmt, SIZES[0])
     with models.kernels_win([problem(fmt, a, b, scale, bias)], kit.arch(), tmp_path):
         call(fmt, a, b, scale, bias)
@@ -118,9 +116,9 @@ def test_custom_stream(fmt: str, tmp_path: Path) -> None:
             torch.cuda._sleep(100_000_000)
             late_a.copy_(a)
             late_b.copy_(b)
-            found = call(fmt, late_a, late_b, scale, bias)
+            result = call(fmt, late_a, late_b, scale, bias)
         torch.cuda.current_stream().wait_stream(side)
-        assert_right(found, fmt, a, b, scale, bias)
+        assert_right(result, fmt, a, b, scale, bias)
 
 
 def test_quantizer_on_a_custom_stream() -> None:
@@ -141,20 +139,18 @@ def test_quantizer_on_a_custom_stream() -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_captured_in_a_cuda_graph(fmt: str, tmp_path: Path) -> None:
-    """A graph is captured, without a kernel being compiled or a device waited for, and computes
-    anew what its operands now hold.
-    """
+    """Capture neither compiles a kernel nor synchronizes; a replay reads current operands."""
     a, b, scale, bias = operands(fmt, SIZES[1])
     with models.kernels_win([problem(fmt, a, b, scale, bias)], kit.arch(), tmp_path):
         call(fmt, a, b, scale, bias)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = call(fmt, a, b, scale, bias)
+            result = call(fmt, a, b, scale, bias)
         for _ in range(2):
             a.copy_(kit.whole_numbers(fmt, a.shape, kit.DEVICE))
             graph.replay()
-            assert_right(found, fmt, a, b, scale, bias)
+            assert_right(result, fmt, a, b, scale, bias)
 
 
 def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
@@ -162,21 +158,21 @@ def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
 ) -> None:
     from qsync_fx.backend.cuda.kernel_build import kernel_registry
 
-    given = operands(WIDE, LATE)
-    with models.kernels_win([problem(WIDE, *given)], kit.arch(), tmp_path):
+    arguments = operands(WIDE, LATE)
+    with models.kernels_win([problem(WIDE, *arguments)], kit.arch(), tmp_path):
         monkeypatch.setattr(kernel_registry, "_had", {})
         monkeypatch.setattr(
             kernel_registry, "prepare", lambda units: pytest.fail("it was compiled")
         )
-        given[0] @ given[1]  # cuBLAS makes its handle before.
-        torch.ops.aten.mm.dtype(given[0], given[1], torch.float32)
+        arguments[0] @ arguments[1]  # creates cuBLAS's handle before capture
+        torch.ops.aten.mm.dtype(arguments[0], arguments[1], torch.float32)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = call(WIDE, *given)
+            result = call(WIDE, *arguments)
         graph.replay()
         assert torch.allclose(
-            found.cpu(), call(WIDE, *(t.cpu() for t in given)), rtol=1e-5, atol=1e-4
+            result.cpu(), call(WIDE, *(t.cpu() for t in arguments)), rtol=1e-5, atol=1e-4
         )
     assert any("before CUDA graph capture began" in why for why in launch_utils.reasons().values())
 
@@ -186,12 +182,12 @@ def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
 def test_tensors_on_a_device_other_than_the_current_one(fmt: str) -> None:
     a, b, scale, bias = (t.to("cuda:1") for t in operands(fmt, SIZES[0]))
     with torch.cuda.device(0):
-        found = call(fmt, a, b, scale, bias)
+        result = call(fmt, a, b, scale, bias)
         q, _ = quantize(
             bias[None], torch.zeros(1, dtype=torch.int64, device="cuda:1"), 0, "int8", "nearest", ()
         )
-    assert found.device == q.device == torch.device("cuda:1")
-    assert_right(found, fmt, a, b, scale, bias)
+    assert result.device == q.device == torch.device("cuda:1")
+    assert_right(result, fmt, a, b, scale, bias)
 
 
 def test_explain_names_the_kernels(tmp_path: Path) -> None:
@@ -202,7 +198,7 @@ def test_explain_names_the_kernels(tmp_path: Path) -> None:
     ).to(kit.DEVICE)
     x = torch.randn(4096, 4096, device=kit.DEVICE)
     with models.kernels_win([], kit.arch(), tmp_path):
-        given = {
+        reasons = {
             precision: [
                 op.reason
                 for op in explain(
@@ -211,10 +207,10 @@ def test_explain_names_the_kernels(tmp_path: Path) -> None:
             ]
             for precision in ("int8", "int8_grad")
         }
-    assert any(f"CUTLASS {kit.arch()} kernels for output" in reason for reason in given["int8"])
-    # With gradients in INT8 too, both products of the first layer, whose input needs no gradient,
-    # are INT8's.
+    assert any(f"CUTLASS {kit.arch()} kernels for output" in reason for reason in reasons["int8"])
+    # With INT8 gradients, the first layer has two products, since its input needs no gradient; both
+    # are INT8.
     assert any(
         f"CUTLASS {kit.arch()} kernels for output, weight gradient" in reason
-        for reason in given["int8_grad"]
+        for reason in reasons["int8_grad"]
     )

@@ -1,8 +1,7 @@
-"""A transformer in plain torch trains in every spelling of attention, with Inductor, as it does in
-eager mode.
+"""Training of a transformer in plain torch with each form of attention, under Inductor.
 
-Invariant: the loss and the gradients of all parameters equal those of eager FP32 up to the error of
-    the format. Dropout draws other numbers, so that its bound is wide.
+Invariant: the loss and the gradients of all parameters equal eager FP32 within the error of the
+format. With dropout the bound is wide, because the random numbers differ.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ MERGE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def rearranged(y: Tensor) -> Tensor:
-    """Return "b h t w -> b t (h w)", by einops where it is installed, else by the calls that einops
+    """Return "b h t w -> b t (h w)" by einops if it is installed, else by the calls that einops
     makes.
     """
     try:
@@ -99,7 +98,7 @@ def rearranged(y: Tensor) -> Tensor:
 
 
 class Transformer(nn.Module):
-    """A block of attention and a perceptron, and a head over all tokens: `[B, T, CHANNELS]` to `[B,
+    """Attention block, perceptron block and a linear head on each token: `[B, T, CHANNELS]` to `[B,
     T, CLASSES]`.
     """
 
@@ -123,15 +122,13 @@ class Transformer(nn.Module):
 
 
 ERRORS = {"default": 0.03, "bf16": 0.03, "int8": 0.15, "int8_grad": 0.25}
-"""Error of all gradients together, relative to their norm."""
+"""Bound on the error of all gradients together, relative to their norm."""
 DROPPING = 0.8
-"""The same with dropout, where other values are dropped."""
+"""The same bound with dropout, which drops other values."""
 
 
 def cases() -> Iterator[Any]:
-    """Yield each attention, each split and each merge in each format; the fast tier has two of
-    them.
-    """
+    """Yield each attention, split and merge in each format; two of them are in the fast tier."""
     spellings = [(attention, "view", "contiguous, view") for attention in ATTENTION]
     spellings += [("positional", "view", merge) for merge in MERGE]
     spellings += [("positional", split, "contiguous, view") for split in SPLIT]
@@ -154,7 +151,7 @@ def cases() -> Iterator[Any]:
 
 
 def gradients(model: nn.Module, call: Any, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss and the gradients of all parameters and of the input in one tensor."""
+    """Return the loss, and the gradients of all parameters and of the input in one flat tensor."""
     model.zero_grad()
     leaf = x.clone().requires_grad_()
     loss = cross_entropy(call(leaf).flatten(0, 1).float(), labels.flatten())

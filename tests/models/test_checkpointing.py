@@ -1,8 +1,7 @@
-"""Activation checkpointing: the same gradients with and without, to the last bit, stochastic
-rounding included.
+"""Activation checkpointing: gradients are bit-identical with and without it.
 
-The recomputed forward pass must see the random numbers of the first one. With the same seed a
-checkpointed model then trains exactly as it does without.
+The recomputed forward pass must draw the random numbers of the first one, for dropout and for
+stochastic rounding.
 """
 
 from __future__ import annotations
@@ -81,23 +80,23 @@ def test_the_same_gradients_with_and_without(precision: str, dropout: float) -> 
 
 
 def test_fp32_gradients_are_torch_s() -> None:
-    found = _gradients(lambda: Stack(True, 0.5), precision="fp32")
+    actual = _gradients(lambda: Stack(True, 0.5), precision="fp32")
     plain = build(lambda: Stack(True, 0.5))
     torch.manual_seed(1)
     torch.compile(plain, backend="aot_eager")(torch.randn(8, 16)).square().mean().backward()
-    assert_equal(found, gradients(plain))
+    assert_equal(actual, gradients(plain))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_recomputed_values_equal_saved_values(precision: str) -> None:
-    """The reference is the same region with every value saved instead of recomputed."""
+    """The reference saves every value of the checkpointed region."""
     recomputed = _gradients(lambda: Stack(True, 0.5), precision=precision)
     saved = _gradients(lambda: Stack(True, 0.5, context_fn=_save_everything), precision=precision)
     assert_equal(recomputed, saved)
 
 
 def test_tensors_saved_for_recomputation_are_narrow() -> None:
-    """A border in FP32 would keep twice as much as the model without checkpointing keeps there."""
+    """The input of the region in FP32 would be twice as large as without checkpointing."""
 
     class Chain(nn.Module):
         def __init__(self) -> None:
@@ -114,8 +113,8 @@ def test_tensors_saved_for_recomputation_are_narrow() -> None:
         qsync_fx.explain(Chain(), torch.randn(8, 64), options={"precision": "bf16"}).graphs[0].graph
     )
     (region,) = (node for node in graph.nodes if node in node_metadata.BODIES)
-    kept = next(used for used in region.all_input_nodes if used.name.startswith("relu"))
-    assert kept.meta["val"].dtype is torch.bfloat16
+    saved = next(used for used in region.all_input_nodes if used.name.startswith("relu"))
+    assert saved.meta["val"].dtype is torch.bfloat16
 
 
 @tiers.ALL
@@ -133,14 +132,14 @@ def test_a_region_in_a_region() -> None:
             )
 
     for precision in ("fp32", "int8"):
-        found = _gradients(lambda: Nested(True), precision=precision)
-        assert_equal(found, _gradients(lambda: Nested(False), precision=precision))
+        actual = _gradients(lambda: Nested(True), precision=precision)
+        assert_equal(actual, _gradients(lambda: Nested(False), precision=precision))
 
 
 @tiers.ALL
 def test_recomputed_under_inductor() -> None:
-    """Inductor may lay a recomputed tensor out, and round between fused operators, otherwise than a
-    saved one: equal but for roundings.
+    """Inductor may choose other strides and other fusions for a recomputed tensor than for a saved
+    one, so results differ by rounding.
     """
 
     def inductors(**how: Any) -> dict[str, Tensor]:
@@ -157,10 +156,10 @@ def test_recomputed_under_inductor() -> None:
 
 def test_the_plan_reaches_checkpointed_operators_by_the_same_ids() -> None:
     def precisions(checkpointed: bool) -> dict[str, str]:
-        found = qsync_fx.explain(
+        operators = qsync_fx.explain(
             Stack(checkpointed), torch.randn(8, 16), options={"plan": plan}
         ).operators
-        return {str(op.id): str(op.precision) for op in found if op.kind == "adjustable"}
+        return {str(op.id): str(op.precision) for op in operators if op.kind == "adjustable"}
 
     plan = qsync_fx.Plan.uniform("int8").with_precision("blocks.1.down", "bf16")
     assert precisions(True) == precisions(False)
@@ -170,23 +169,23 @@ def test_the_plan_reaches_checkpointed_operators_by_the_same_ids() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_checkpoint_around_compiled_blocks_changes_only_memory(precision: str) -> None:
-    """torch.utils.checkpoint sets the state of torch's generator back to recompute, in a step that
-    compiles and in those after it.
+    """torch.utils.checkpoint resets the state of torch's generator to recompute, during and after
+    the step that compiles.
     """
 
     def run(checkpointed: bool) -> list[dict[str, Tensor]]:
         torch._dynamo.reset()
         model = build(lambda: nn.ModuleList(Block(0.5) for _ in range(2)))
         blocks = [compiled(block, precision=precision) for block in model]
-        found = []
+        actual = []
         for _ in range(2):
             model.zero_grad()
             x = torch.ones(8, 16, requires_grad=True)
             for block in blocks:
                 x = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
             x.square().mean().backward()
-            found.append(gradients(model))
-        return found
+            actual.append(gradients(model))
+        return actual
 
-    for found, wanted in zip(run(True), run(False), strict=True):
-        assert_equal(found, wanted)
+    for actual, expected in zip(run(True), run(False), strict=True):
+        assert_equal(actual, expected)

@@ -1,8 +1,8 @@
-"""Compiled autograd: hooks on gradients stay in the compiled graph, and the backward pass is a
-graph that Dynamo compiles too.
+"""Compiled autograd: gradient hooks stay in the compiled graph, and Dynamo compiles the backward
+pass.
 
-The plan has had its say when the forward pass was compiled; the backward pass that is recorded is
-left as it is.
+The plan applies when the forward pass is compiled. The backend leaves the recorded backward graph
+unchanged.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def clamped(gradient: Tensor) -> Tensor:
 
 
 class Hooking(Perceptron):
-    """Puts a hook on a value between two layers that both have read before."""
+    """Perceptron with a gradient hook on the input of its head, after the head has read it."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layers(x)
@@ -79,7 +79,7 @@ def pre_hooks(model: nn.Module) -> None:
 
 
 def train(model: nn.Module, call: Any, backward: Any = None) -> dict[str, Tensor]:
-    """Runs two steps without an update; `backward` compiles the backward pass."""
+    """Run two steps without an update; `backward` compiles the backward pass."""
     torch.manual_seed(1)
     x = torch.randn(16, 16, requires_grad=True)
     for _ in range(2):
@@ -116,36 +116,36 @@ def test_hooks_under_compiled_autograd_equal_torch(
         prepare(model)
         options = {"precision": precision, "inner_backend": inner_backend}
         backward = torch.compile(backend="qsync", options=options)
-        found = train(model, compiled(model, **options), backward)
-        assert relative_error(found, expected) <= bound, (precision, inner_backend)
+        actual = train(model, compiled(model, **options), backward)
+        assert relative_error(actual, expected) <= bound, (precision, inner_backend)
 
 
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
 def test_the_backward_pass_is_that_of_the_plan(inner_backend: str) -> None:
-    """Recorded or not: to the bit, with a plan that names operators, which none of the backward
-    graph's are.
+    """With aot_eager, gradients are bit-identical with and without compiled autograd. The plan
+    names operators, which are not in the backward graph.
     """
     plan = (
         qsync_fx.Plan.uniform("bf16")
         .with_precision("head", "int8")
         .with_precision("layers.0", "fp32")
     )
-    found = []
+    results = []
     for recorded in (False, True):
         torch._dynamo.reset()
         model = build(Perceptron)
         options = {"plan": plan, "inner_backend": inner_backend, "rounding": "nearest"}
         backward = torch.compile(backend="qsync", options=options) if recorded else None
-        found.append(train(model, compiled(model, **options), backward))
+        results.append(train(model, compiled(model, **options), backward))
     if inner_backend == "aot_eager":
-        assert_equal(found[1], found[0])
+        assert_equal(results[1], results[0])
     else:
-        # Fusion over both passes sums in another order.
-        assert relative_error(found[1], found[0]) < 1e-5
+        # Inductor fuses across both passes, which changes the order of summation.
+        assert relative_error(results[1], results[0]) < 1e-5
 
 
 def test_backward_in_an_autocast_region_preserves_formats() -> None:
-    found = []
+    results = []
     for region in (False, True):
         torch._dynamo.reset()
         model = build(Perceptron)
@@ -157,5 +157,5 @@ def test_backward_in_an_autocast_region_preserves_formats() -> None:
             loss = call(x).square().mean()
             with torch.autocast("cpu", torch.bfloat16, enabled=region):
                 loss.backward()
-        found.append(gradients(model))
-    assert_equal(found[1], found[0])
+        results.append(gradients(model))
+    assert_equal(results[1], results[0])

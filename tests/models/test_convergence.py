@@ -1,6 +1,4 @@
-"""Narrow formats learn: a real task reaches what FP32 reaches, and loss scaling does what it is
-for.
-"""
+"""Convergence in narrow formats on a real task, and gradient scaling."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ def _fresh() -> None:
 
 @functools.cache
 def _digits() -> tuple[Tensor, Tensor]:
-    """The 1,797 handwritten digits that scikit-learn ships, 8 x 8 pixels, in a fixed order without
-    order.
+    """Return images and labels of the 1,797 handwritten digits of scikit-learn, [1797, 1, 8, 8] in
+    [-1, 1], in a fixed random order.
     """
     from sklearn.datasets import load_digits
 
@@ -44,7 +42,7 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8", "int8_grad"])
 def test_learns_to_read_digits(precision: str) -> None:
-    """Six epochs read more than 97% of digits never seen, in every format."""
+    """Test accuracy is above 97% after six epochs."""
     x, y = _digits()
     model = build(Convolutional)
     fast = compiled(model, precision=precision)
@@ -52,9 +50,11 @@ def test_learns_to_read_digits(precision: str) -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=6 * 23)
     train, test = slice(0, 1472), slice(1472, None)
     for _ in range(6):
-        for at in range(0, 1472, 64):
+        for start in range(0, 1472, 64):
             optimizer.zero_grad()
-            F.cross_entropy(fast(x[train][at : at + 64]), y[train][at : at + 64]).backward()
+            F.cross_entropy(
+                fast(x[train][start : start + 64]), y[train][start : start + 64]
+            ).backward()
             optimizer.step()
             schedule.step()
     model.eval()
@@ -65,7 +65,7 @@ def test_learns_to_read_digits(precision: str) -> None:
 
 class TestGradScaler:
     def _step(self, model: nn.Module, fast: Any, x: Tensor, scale: float) -> tuple[bool, float]:
-        """One step; returns whether it was taken and the scale after it."""
+        """Run one step; return whether it changed the parameters, and the new scale."""
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = copy.deepcopy(model.state_dict())
@@ -74,10 +74,10 @@ class TestGradScaler:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        taken = any(
+        updated = any(
             not torch.equal(before[name], value) for name, value in model.state_dict().items()
         )
-        return taken, scaler.get_scale()
+        return updated, scaler.get_scale()
 
     @pytest.mark.parametrize(
         "options",
@@ -99,7 +99,7 @@ class TestGradScaler:
     def test_skips_a_step_whose_fp16_gradients_overflow(self) -> None:
         model = build(Perceptron)
         fast = compiled(model, precision="fp16", emulate_unsupported=True)
-        # 65504 is the largest FP16 value: gradients of a loss that is scaled by 2**40 do not fit.
+        # 65504 is the largest FP16 value: gradients of a loss scaled by 2**40 overflow.
         assert self._step(model, fast, torch.randn(16, 16), 2.0**40) == (False, 2.0**39)
 
     @pytest.mark.parametrize("precision", ["int8", "fp8"])

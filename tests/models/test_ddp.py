@@ -1,7 +1,7 @@
-"""Two real processes over gloo, a plan of its own on each rank, DDP in several buckets.
+"""DDP over gloo with two processes, a different plan on each rank and several buckets.
 
-DDP compiles each bucket as a graph of its own, and each of them has a node called "linear":
-operators must keep the ids that they have without DDP, or a plan means something else under it.
+DDP compiles each bucket as a separate graph, and each graph has a node named "linear". Operators
+must have the ids that they have without DDP, or a plan selects other operators.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.processes import forks, ranks
 
 
 def train(folder: Path, **job: Any) -> list[dict[str, Any]]:
-    """Runs both ranks; none outlives this call."""
+    """Run both ranks and return their reports; no process outlives the call."""
     environment = {**os.environ, **ranks.ENVIRONMENT}
     script = ranks.script_of("ddp_rank.py")
     started = [
@@ -32,7 +32,7 @@ def train(folder: Path, **job: Any) -> list[dict[str, Any]]:
         deadline = time.monotonic() + 150
         while any(process.poll() is None for process in started) and time.monotonic() < deadline:
             if any(process.poll() for process in started):
-                break  # one failed: the other would wait for it until the collective times out
+                break  # the other rank would wait until the collective times out
             time.sleep(0.1)
         codes = [process.poll() for process in started]
     finally:

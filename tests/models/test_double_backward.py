@@ -1,8 +1,8 @@
-"""Derivatives of gradients: right where torch has them, and an error that says what to do
-elsewhere.
+"""Second derivatives: equal to torch in FP32, as near as autocast in BF16, else an error with a
+remedy.
 
-A gradient penalty is what Wasserstein GANs add to a loss; a product of the Hessian with a vector is
-what second-order optimizers and influence functions take.
+Wasserstein GANs add a gradient penalty to the loss; second-order optimizers and influence functions
+use Hessian-vector products.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ every_model = pytest.mark.parametrize("make", SHAPES)
 
 
 def penalty(model: nn.Module, run: Run, x: Tensor) -> dict[str, Tensor]:
-    """The gradients of a loss with a penalty for gradients whose norm is not 1."""
+    """Return the gradients of a loss with a penalty on input gradients whose norm is not 1."""
     x = x.clone().requires_grad_()
     y = run(x)
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -61,7 +61,7 @@ def penalty(model: nn.Module, run: Run, x: Tensor) -> dict[str, Tensor]:
 
 
 def hessian_product(model: nn.Module, run: Run, x: Tensor) -> dict[str, Tensor]:
-    """The Hessian of the loss in the parameters, times a vector."""
+    """Return the Hessian of the loss with respect to the parameters, times a vector."""
     parameters = dict(model.named_parameters())
     first = torch.autograd.grad(run(x).square().mean(), parameters.values(), create_graph=True)
     vector = [torch.linspace(-1, 1, p.numel()).view_as(p) for p in parameters.values()]
@@ -99,11 +99,11 @@ def test_bf16_is_as_near_as_autocast(make: type[nn.Module], use: Use) -> None:
     model = build(make)
     autocast = use(model, with_autocast, x)
     model = build(make)
-    found = use(model, compiled(model, precision="bf16", inner_backend="eager"), x)
+    actual = use(model, compiled(model, precision="bf16", inner_backend="eager"), x)
     error = relative_error(autocast, exact)
     assert 0 < error < 0.05
-    assert relative_error(found, exact) < 1.5 * error
-    assert relative_error(found, autocast) < 1.5 * error
+    assert relative_error(actual, exact) < 1.5 * error
+    assert relative_error(actual, autocast) < 1.5 * error
 
 
 @every_model
@@ -131,22 +131,22 @@ def operators(model: nn.Module, make: type[nn.Module], fmt: str) -> Iterator[Any
 
 @every_use
 def test_plan_determines_second_derivatives(use: Use) -> None:
-    """INT8 where no second derivative goes: behind what it is taken in."""
+    """A default of INT8 raises no error if the plan sets all layers with a weight to BF16."""
     plan = (
         qsync_fx.Plan.uniform("int8").with_precision("conv", "bf16").with_precision("last", "bf16")
     )
     model = build(Convolutional)
-    found = use(model, compiled(model, plan=plan, inner_backend="eager"), inputs(Convolutional))
+    actual = use(model, compiled(model, plan=plan, inner_backend="eager"), inputs(Convolutional))
     model = build(Convolutional)
     assert_equal(
-        found,
+        actual,
         use(model, compiled(model, precision="bf16", inner_backend="eager"), inputs(Convolutional)),
     )
 
 
 def test_a_penalty_is_never_left_out() -> None:
-    """The gradient of a sum is a constant, and torch's own decorator takes what comes of it for
-    one: the penalty would do nothing.
+    """The gradient of a sum is constant. torch's `once_differentiable` would treat the derived
+    input gradient as constant, too, so that the penalty would have no effect.
     """
     layer = nn.Linear(16, 1)
     x = torch.randn(4, 16, requires_grad=True)
@@ -158,8 +158,8 @@ def test_a_penalty_is_never_left_out() -> None:
 
 
 def test_a_hessian_that_may_be_zero_is_refused_all_the_same() -> None:
-    """With `allow_unused` torch says nothing of a parameter that the derivative of a gradient does
-    not lead to.
+    """With `allow_unused`, torch does not report a parameter that the first gradient does not
+    depend on.
     """
     model = build(Perceptron)
     run = compiled(model, precision="int8", inner_backend="eager")
@@ -194,10 +194,10 @@ def test_compiled_double_backward_is_an_error_with_a_remedy(
 @pytest.mark.parametrize("inner_backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("fmt", ["fp32", "int8"])
 def test_graph_without_gradients_is_unchanged(inner_backend: str, fmt: str) -> None:
-    """What keeps the graph of its gradients, and then drops it, gets the gradients."""
-    found = []
+    """Gradients are equal with and without `create_graph`."""
+    results = []
     for create_graph in (False, True):
-        torch._dynamo.reset()  # what was compiled for gradients without a graph takes no others
+        torch._dynamo.reset()  # code compiled without `create_graph` cannot run with it
         model = build(Perceptron)
         run, x = (
             compiled(model, precision=fmt, inner_backend=inner_backend),
@@ -207,5 +207,5 @@ def test_graph_without_gradients_is_unchanged(inner_backend: str, fmt: str) -> N
             loss = run(x).square().mean()
             values = torch.autograd.grad(loss, [*model.parameters(), x], create_graph=create_graph)
             assert all(g.requires_grad is create_graph for g in values)
-        found.append({str(at): g.detach() for at, g in enumerate(values)})
-    assert_equal(*found)
+        results.append({str(index): g.detach() for index, g in enumerate(values)})
+    assert_equal(*results)

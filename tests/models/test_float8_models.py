@@ -1,8 +1,7 @@
-"""Models that store values in float8 themselves. It is a format of storage: torch computes in it
-next to nowhere.
+"""Models that store values in float8, a storage format in which torch computes almost no operators.
 
-What the model rounds to float8 stays so under every plan; what it makes of it again is computed as
-planned.
+A value that the model rounds to float8 is rounded under every plan. Operators on the value after a
+conversion back run as planned.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ def moved_about(model: Storing, x: Tensor) -> Tensor:
 
 
 def looked_up(model: Storing, x: Tensor) -> Tensor:
-    found = F.embedding(torch.arange(32) % 16, model.table)
-    return model.second(found.type(torch.float32)) + model.first(x).type_as(model.table).float()
+    rows = F.embedding(torch.arange(32) % 16, model.table)
+    return model.second(rows.type(torch.float32)) + model.first(x).type_as(model.table).float()
 
 
 def written_to(model: Storing, x: Tensor) -> Tensor:
@@ -90,10 +89,14 @@ def written_to(model: Storing, x: Tensor) -> Tensor:
 
 
 def multiplied(model: Storing, x: Tensor) -> Tensor:
-    one = torch.ones(())
+    scale = torch.ones(())
     with torch.no_grad():
         y = torch._scaled_mm(
-            model.first(x).to(E4M3), model.stored.t(), scale_a=one, scale_b=one, out_dtype=x.dtype
+            model.first(x).to(E4M3),
+            model.stored.t(),
+            scale_a=scale,
+            scale_b=scale,
+            out_dtype=x.dtype,
         )
     return model.second(model.first(x)) + y
 
@@ -114,7 +117,7 @@ def train(model: nn.Module, call: Callable[[Tensor], Tensor]) -> dict[str, Tenso
     torch.manual_seed(1)
     x = torch.randn(32, 16, requires_grad=True)
     out = call(x)
-    # Gradients through float8 are float8 too: they are kept out of its subnormal numbers.
+    # Gradients through float8 are float8, too: the factors avoid its subnormal numbers.
     (out * torch.linspace(0.5, 4, 16)).sum().backward()
     with torch.no_grad():
         evaluated = call(x)
@@ -132,7 +135,7 @@ def train(model: nn.Module, call: Callable[[Tensor], Tensor]) -> dict[str, Tenso
 def test_models_that_store_float8_train_as_in_torch(forward: Forward) -> None:
     plain = build(lambda: Storing(forward))
     exact = train(plain, plain)
-    # A region of the model's own gives way to a plan.
+    # A plan overrides the autocast regions of the model.
     fp32 = 0.02 if forward is in_autocast else 0.0
     for precision, inner_backend, bound in (
         ("fp32", "aot_eager", fp32), ("fp32", "eager", fp32), ("bf16", "aot_eager", 0.05),
@@ -141,11 +144,11 @@ def test_models_that_store_float8_train_as_in_torch(forward: Forward) -> None:
     ):  # fmt: skip
         torch._dynamo.reset()
         model = build(lambda: Storing(forward))
-        found = train(model, compiled(model, precision=precision, inner_backend=inner_backend))
+        actual = train(model, compiled(model, precision=precision, inner_backend=inner_backend))
         if bound:
-            assert relative_error(found, exact) <= bound, precision
+            assert relative_error(actual, exact) <= bound, precision
         else:
-            assert_equal(found, exact)
+            assert_equal(actual, exact)
 
 
 def test_float8_output_preserves_its_dtype() -> None:
@@ -155,9 +158,9 @@ def test_float8_output_preserves_its_dtype() -> None:
     model, x = build(lambda: Storing(forward)), torch.randn(4, 16)
     for precision in ("fp32", "bf16", "int8"):
         torch._dynamo.reset()
-        found = compiled(model, precision=precision)(x)
-        assert found.dtype is E5M2
-        torch.testing.assert_close(found.float(), model(x).float(), rtol=0.3, atol=0.1)
+        actual = compiled(model, precision=precision)(x)
+        assert actual.dtype is E5M2
+        torch.testing.assert_close(actual.float(), model(x).float(), rtol=0.3, atol=0.1)
 
 
 def test_autocast_regions_convert_float8_as_autocast_does() -> None:

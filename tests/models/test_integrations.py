@@ -1,6 +1,4 @@
-"""What docs/integrations.md says of other libraries: where their own switches do not do, and what
-wins beside a plan.
-"""
+"""Accelerate, transformers.Trainer and Lightning with the backend, as in docs/integrations.md."""
 
 from __future__ import annotations
 
@@ -26,24 +24,26 @@ class Network(nn.Module):
 
 
 def compiled(model: nn.Module, plan: Plan) -> list[dict[str, str]]:
-    """Compiles the model in place; returns what will hold the precisions of each of its graphs."""
-    found: list[dict[str, str]] = []
+    """Compile the model in place; return a list that receives the precisions of each graph."""
+    precisions: list[dict[str, str]] = []
 
     @qsync_fx.graph_pass(after="lower")
     def collect(graph: qsync_fx.PrecisionGraph) -> None:
-        found.append({op.id.module: str(op.precision) for op in graph.operators(kind="adjustable")})
+        precisions.append(
+            {op.id.module: str(op.precision) for op in graph.operators(kind="adjustable")}
+        )
 
     model.compile(
         backend="qsync", options={"plan": plan, "inner_backend": "aot_eager", "passes": [collect]}
     )
-    return found
+    return precisions
 
 
 @pytest.fixture
 def accelerate(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = pytest.importorskip("accelerate")
-    # Trainers hand their switch on through the environment, and Accelerate keeps what it was made
-    # with first.
+    # Trainers pass their setting in the environment, and Accelerate's state is a singleton that
+    # retains its first values.
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     module.state.AcceleratorState._reset_state(reset_partial_state=True)
     yield module
@@ -51,14 +51,14 @@ def accelerate(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_name_is_unknown_to_accelerate_before_the_call(accelerate: Any) -> None:
-    """When this fails, the page can do without `enable_accelerate`."""
+    """If this fails, docs/integrations.md does not need `enable_accelerate` any more."""
     with pytest.raises(ValueError, match="QSYNC"):
         accelerate.Accelerator(cpu=True, dynamo_backend="qsync")
 
 
 @pytest.fixture
 def enabled(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Accelerate, whose changed attributes are restored after the test."""
+    """Return Accelerate, whose changed attributes are restored after the test."""
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
     monkeypatch.setattr(DynamoBackend, "_missing_", DynamoBackend._missing_)
@@ -67,7 +67,7 @@ def enabled(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def covered(model: Any) -> dict[str, str]:
-    """The precision of each adjustable operator that has run, by its module."""
+    """Return the precision of each adjustable operator that has run, by module."""
     coverage = qsync_fx.plan_coverage(model)
     assert coverage.complete
     return {
@@ -141,7 +141,7 @@ def test_trainer_compiles_with_qsync(enabled: Any, tmp_path: Path) -> None:
     precisions = covered(trainer.model_wrapped)
     assert precisions.pop("classifier") == "fp32"
     assert precisions["bert.encoder.layer.0.output.dense"] == "int8"
-    # Trainer saves the model without wrappers, and it was trained.
+    # Trainer saves the trained model without wrappers.
     trainer.save_model(str(tmp_path / "saved"))
     loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert loaded.state_dict().keys() == before.keys()
@@ -152,15 +152,17 @@ def test_trainer_compiles_with_qsync(enabled: Any, tmp_path: Path) -> None:
 def test_a_plan_wins_over_the_mixed_precision_of_accelerate(mixed: str, accelerate: Any) -> None:
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=mixed)
     network = Network()
-    found = compiled(network, Plan("int8", [("head", "fp32")]))
+    precisions = compiled(network, Plan("int8", [("head", "fp32")]))
     model = accelerator.prepare(network)
     accelerator.backward(model(torch.randn(2, 8)).sum())
-    assert found == [{"body": "int8", "head": "fp32"}]
+    assert precisions == [{"body": "int8", "head": "fp32"}]
     assert list(accelerator.get_state_dict(model)) == list(Network().state_dict())
 
 
 def test_a_lightning_module_compiled_in_place_is_left_as_it_is(tmp_path: Path) -> None:
-    """And so is its network, were it not compiled itself, as the page does."""
+    """Lightning calls `training_step`, not the compiled call of the module. A compiled network in
+    the module runs compiled.
+    """
     lightning = pytest.importorskip("lightning")
 
     class Lit(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -180,7 +182,7 @@ def test_a_lightning_module_compiled_in_place_is_left_as_it_is(tmp_path: Path) -
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     for inside in (False, True):
         module = Lit()
-        found = compiled(module.network if inside else module, Plan("int8"))
+        precisions = compiled(module.network if inside else module, Plan("int8"))
         trainer = lightning.Trainer(
             max_epochs=1,
             accelerator="cpu",
@@ -189,4 +191,4 @@ def test_a_lightning_module_compiled_in_place_is_left_as_it_is(tmp_path: Path) -
             **quiet,
         )
         trainer.fit(module, loader)
-        assert found == ([{"body": "int8", "head": "int8"}] if inside else [])
+        assert precisions == ([{"body": "int8", "head": "int8"}] if inside else [])

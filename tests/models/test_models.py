@@ -1,12 +1,10 @@
-"""Models as people write them, from the user's end: `torch.compile(model, backend="qsync")` against
-torch itself.
+"""Models of many kinds under `torch.compile(model, backend="qsync")`, compared with torch.
 
-Invariant: in FP32 the backend changes nothing, to the last bit. In a narrow format the gradients
-    differ from FP32's by no more than the format costs this very model, which torch.autocast's own
-    BF16 measures: a random ResNet magnifies rounding thirty times more than BLOOM does, so that one
-    bound for all would let a broken operator pass in most of them. And whatever was planned ran:
-    the products that Python calls in the model are counted by a function mode that knows nothing of
-    graphs.
+Invariants: in FP32 the backend is bit-identical to torch. In a narrow format the bound on the error
+of the gradients is relative to the error of torch.autocast in BF16 on the same model: a random
+ResNet amplifies rounding thirty times more than BLOOM, so that a common bound would hide a broken
+operator in most models. All planned operators run: a function mode counts the products that Python
+calls in the model, without knowledge of graphs.
 """
 
 from __future__ import annotations
@@ -34,18 +32,18 @@ from tests.support.models.zoo_torch import Inputs
 
 Gradients = dict[str, Tensor | None]
 
-# How much larger the error of all gradients together, relative to their norm, may be than that of
-# autocast in BF16, and by how much. INT8 rounds stochastically to 127 levels of the largest
-# magnitude, in the forward pass; its backward pass is BF16's. Measured: at most 1.4 times and 4.3
-# times, after the offset. The largest of one parameter: 2.5 (the CPU's layer norm adds up the
-# gradient of its bias in BF16).
+# Bound on the error of all gradients together, relative to their norm: factor on autocast's error
+# in BF16, and offset. INT8 rounds stochastically to 127 levels of the largest magnitude in the
+# forward pass; its backward pass is in BF16. Measured: at most 1.4 times and 4.3 times, after the
+# offset. Largest of one parameter: 2.5 (the layer norm of the CPU accumulates the gradient of its
+# bias in BF16).
 BOUNDS = {"bf16": (2.0, 0.005), "int8": (6.0, 0.02)}
 ONE_PARAMETER = 3
 
 
 def parameters(*precisions: str) -> list[Any]:
-    """Each model in each precision; as compiling is what takes time, the fast tier has one of three
-    for each, in turn, the next one two.
+    """Return each model in each precision. Compilation dominates the time, so for each model the
+    fast tier runs one precision of three, in rotation, and the next tier two.
     """
     turns = ("int8", "bf16", "fp32")
     tier = {0: (), 1: tiers.ALL, 2: tiers.EVERY}
@@ -54,10 +52,10 @@ def parameters(*precisions: str) -> list[Any]:
             case,
             precision,
             id=f"{case.name}-{precision}",
-            marks=tier[(turns.index(precision) - at) % 3],
+            marks=tier[(turns.index(precision) - index) % 3],
         )
         for precision in precisions
-        for at, case in enumerate(CASES)
+        for index, case in enumerate(CASES)
     ]
 
 
@@ -70,7 +68,7 @@ def fresh() -> Iterator[None]:
 
 
 def train(model: nn.Module, call: Any, inputs: Inputs) -> tuple[Tensor, Gradients]:
-    """Runs a step without an update; returns loss and gradients."""
+    """Run a step without an update; return the loss and the gradients."""
     model.zero_grad()
     torch.manual_seed(1)
     loss = loss_of(call(**inputs))
@@ -99,8 +97,8 @@ def test_fp32_is_torch_to_the_last_bit(case: Case, precision: str) -> None:
     counters.clear()
 
     call = compiled(ours, precision=precision, inner_backend="aot_eager")
-    found = [train(ours, call, inputs), train(ours, call, inputs)]
-    for (loss, gradients), (their_loss, their_gradients) in zip(found, expected, strict=True):
+    results = [train(ours, call, inputs), train(ours, call, inputs)]
+    for (loss, gradients), (their_loss, their_gradients) in zip(results, expected, strict=True):
         assert torch.equal(loss, their_loss)
         assert_equal(gradients, their_gradients)
     assert_equal(dict(ours.named_buffers()), dict(theirs.named_buffers()))
@@ -120,7 +118,7 @@ def assert_equal(found: Gradients, expected: Gradients) -> None:
 
 
 class Notes:
-    """Collects what the pipeline has decided, once lowered."""
+    """Decisions of the pipeline, collected after lowering."""
 
     def __init__(self) -> None:
         self.notes: list[OperatorInfo] = []
@@ -136,8 +134,8 @@ class Notes:
 
 
 class Products(TorchFunctionMode):
-    """Counts the products with a weight that Python calls: linear layers, `addmm` and convolutions,
-    and others of a parameter.
+    """Function mode that counts the products with a weight that Python calls: linear layers,
+    `addmm`, convolutions, and other products of a parameter.
     """
 
     counted = (
@@ -159,10 +157,10 @@ class Products(TorchFunctionMode):
         self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch's own attention calls two behind the mode's back: to query, key and value, and to
-        # the output.
+        # torch's attention calls two products that the mode does not see: the input projection to
+        # query, key and value, and the output projection.
         self.count += 2 if func is F.multi_head_attention_forward else func in self.counted
-        several = func is torch.einsum and len(args) > 3  # which takes no scaled format
+        several = func is torch.einsum and len(args) > 3  # no scaled format
         self.count += func in self.others and any(map(is_parameter, args)) and not several
         return func(*args, **(kwargs or {}))
 
@@ -187,28 +185,28 @@ def test_narrow_format_error_is_within_its_bound(case: Case, precision: str) -> 
 
     reference = error(train(model, autocast, inputs)[1], exact)
     notes = Notes()
-    # What torch.autograd differentiates by itself, and what AOTAutograd does.
+    # torch.autograd differentiates the BF16 graph, AOTAutograd the INT8 graph.
     inner = {"bf16": "eager", "int8": "aot_eager"}[precision]
     call = compiled(model, precision=precision, inner_backend=inner, passes=[notes.watch])
-    found_loss, found = train(model, call, inputs)
+    actual_loss, actual = train(model, call, inputs)
 
     assert_planned(notes, precision, called.count)
     assert not notes.unknown, "operators without a row"
     factor, offset = BOUNDS[precision]
     bound = factor * reference + offset
-    assert error(found, exact) <= bound
-    assert worst(found, exact, bound) <= ONE_PARAMETER
-    torch.testing.assert_close(found_loss, loss, rtol=bound, atol=0)
+    assert error(actual, exact) <= bound
+    assert worst(actual, exact, bound) <= ONE_PARAMETER
+    torch.testing.assert_close(actual_loss, loss, rtol=bound, atol=0)
 
 
 def error(found: Gradients, exact: Gradients) -> float:
-    """The error of all gradients together, relative to their norm."""
+    """Return the error of all gradients together, relative to their norm."""
     return total({name: difference(found[name], g) for name, g in exact.items()}) / total(exact)
 
 
 def worst(found: Gradients, exact: Gradients, bound: float) -> float:
-    """The largest error of one parameter's gradient in units of `bound`, small gradients taken for
-    a twentieth of all.
+    """Return the largest error of one parameter's gradient, in units of `bound`. The error is
+    relative to the norm of the gradient plus a twentieth of the norm of all gradients.
     """
     scale = total(exact)
     errors = {name: (difference(found[name], g), g) for name, g in exact.items() if g is not None}
@@ -230,8 +228,8 @@ def total(gradients: Gradients) -> float:
 
 
 def assert_planned(notes: Notes, precision: str, called: int) -> None:
-    """Every adjustable operator runs as planned, or says why not, and there are as many products as
-    the model calls.
+    """Assert that every adjustable operator runs as planned or has a reason, and that the number of
+    products with a weight equals the number that the model calls.
     """
     elsewhere = FORMATS[precision].elsewhere.name
     with_weight = 0
@@ -246,11 +244,11 @@ def assert_planned(notes: Notes, precision: str, called: int) -> None:
 
 
 def test_recomputation_repeats_the_rounding() -> None:
-    """A layer of one input and one output: y = x.w in INT8, so that grad_w = c x and grad_x = c w
-    tell what x and w were rounded to.
+    """A layer with one output in INT8, y = x.w: grad_w = c x and grad_x = c w show the rounded x
+    and w.
 
-    If the backward pass drew its random numbers anew, it would differentiate another function than
-    the one that was computed.
+    If the backward pass drew new random numbers, it would differentiate a function other than the
+    one that the forward pass computed.
     """
 
     class Dot(nn.Module):
@@ -259,8 +257,10 @@ def test_recomputation_repeats_the_rounding() -> None:
             self.linear = nn.Linear(257, 1, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = checkpoint(lambda x: self.linear(x.exp().log()), x, use_reentrant=False)
-            return found
+            output: Tensor = checkpoint(
+                lambda x: self.linear(x.exp().log()), x, use_reentrant=False
+            )
+            return output
 
     torch.manual_seed(0)
     model, x = Dot(), torch.randn(1, 257, requires_grad=True)
@@ -273,8 +273,8 @@ def test_recomputation_repeats_the_rounding() -> None:
         y.backward(torch.full_like(y, 2.0))
         assert x.grad is not None and model.linear.weight.grad is not None
         rounded = (x.grad.double() / 2) @ (model.linear.weight.grad.double() / 2).t()
-        # Nothing else is rounded: 2 q has few enough bits for BF16, and a layer that FP32 alone
-        # reads gives FP32.
+        # No other value is rounded: BF16 represents 2 q exactly, and a layer with only FP32 readers
+        # outputs FP32.
         torch.testing.assert_close(rounded.float(), y.detach(), rtol=1e-5, atol=1e-5)
         outputs.append(y.item())
     assert len(set(outputs)) == 3, "every step rounds anew"

@@ -1,5 +1,5 @@
-"""Models that are kept in FP16, BF16 or FP64, in whole or in part: without a plan that says
-otherwise they stay as they are.
+"""Models entirely or partly in FP16, BF16 or FP64: their dtypes are preserved unless the plan
+changes them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _fresh() -> None:
 
 
 class Attending(nn.Module):
-    """An embedding, products, a norm with parameters, attention."""
+    """Embedding, linear layers, a layer norm with parameters, and attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,12 +42,12 @@ class Attending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(F.gelu(self.hidden(self.embedding(x[..., 0].argsort(-1)))))
-        found: Tensor = self.head(x + self.attention(x, x, x, need_weights=False)[0])
-        return found
+        logits: Tensor = self.head(x + self.attention(x, x, x, need_weights=False)[0])
+        return logits
 
 
 class Convolving(nn.Module):
-    """A convolution, and a batch norm that writes its statistics."""
+    """Convolution, and batch norm with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class Convolving(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x[:, None].to(self.conv.weight.dtype)
-        found: Tensor = self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
-        return found
+        logits: Tensor = self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+        return logits
 
 
 class Mixed(nn.Module):
-    """Each layer in a type of its own."""
+    """Layers with different dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.first(x.half()).float())
-        found: Tensor = self.last(self.second(x.bfloat16()).double())
-        return found
+        logits: Tensor = self.last(self.second(x.bfloat16()).double())
+        return logits
 
 
 def train(model: nn.Module, call: Any) -> dict[str, Tensor]:
@@ -82,7 +82,9 @@ def train(model: nn.Module, call: Any) -> dict[str, Tensor]:
 
 
 def assert_as_eager(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Assert equal values; on a CPU without AVX-512 ours are rounded once, and torch's are not."""
+    """Assert equal values, within a bound on a CPU without AVX-512: there the backend rounds once,
+    and torch does not.
+    """
     if not multiplied_in_fp32():
         return assert_equal(found, wanted)
     assert found.keys() == wanted.keys()
@@ -108,14 +110,14 @@ def test_dtypes_of_the_model_are_preserved(
 ) -> None:
     plain = kept(make, dtype)
     expected = train(plain, torch.compile(plain, backend="aot_eager"))
-    own = (
+    equivalent = (
         [{"precision": "fp16"}]
         if dtype is HALF
         else [{"precision": "bf16"}]
         if dtype is BF16
         else []
     )
-    for options in ({}, {"precision": "fp32"}, {"precision": "tf32"}, *own):
+    for options in ({}, {"precision": "fp32"}, {"precision": "tf32"}, *equivalent):
         torch._dynamo.reset()
         model = kept(make, dtype)
         assert_as_eager(train(model, compiled(model, **options)), expected)
@@ -126,13 +128,13 @@ def test_each_part_of_a_mixed_model_stays() -> None:
     expected = train(plain, torch.compile(plain, backend="aot_eager"))
     model = build(Mixed)
     assert_equal(train(model, compiled(model, precision="fp32")), expected)
-    # What is in FP32 takes the default, and nothing else does.
+    # Only the FP32 operator gets the default precision.
     explanation = qsync_fx.explain(build(Mixed), torch.randn(4, 16, 16))
-    found = {
+    precisions = {
         str(op.id): str(op.precision) for op in explanation.operators if op.kind == "adjustable"
     }
     default = default_precision(torch.device("cpu")).name
-    assert found == {
+    assert precisions == {
         "first/linear": "fp16",
         "norm/layer_norm": default,
         "second/linear": "bf16",
@@ -153,16 +155,16 @@ def test_half_models_stay_half_with_any_compiler(inner_backend: str) -> None:
     ("make", "dtype"), [(make, dtype) for make, dtype in MODELS if dtype is not FP64]
 )
 def test_a_plan_changes_a_narrow_model(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
-    """Norms compute in another narrow type than their parameters have, and the statistics move on
-    in theirs.
+    """Norms compute in another narrow dtype than their parameters have; gradients and running
+    statistics retain the dtype of the model.
     """
     exact = train(model := kept(make, dtype).float(), model)
     for precision, bound in ("bf16", 0.02), ("int8", 0.15):
         torch._dynamo.reset()
         model = kept(make, dtype)
-        found = train(model, compiled(model, precision=precision))
-        assert relative_error(found, exact) <= bound, precision
-        assert {t.dtype for name, t in found.items() if "batches" not in name} == {dtype}
+        actual = train(model, compiled(model, precision=precision))
+        assert relative_error(actual, exact) <= bound, precision
+        assert {t.dtype for name, t in actual.items() if "batches" not in name} == {dtype}
 
 
 def test_a_plan_that_names_a_layer_widens_it() -> None:
@@ -174,10 +176,15 @@ def test_a_plan_that_names_a_layer_widens_it() -> None:
     explanation = qsync_fx.explain(
         kept(Attending, HALF), torch.randn(2, 4, 16), options={"plan": plan}
     )
-    found = {
+    precisions = {
         op.id.module: str(op.precision) for op in explanation.operators if op.kind == "adjustable"
     }
-    assert (found["embedding"], found["hidden"], found["norm"], found["head"]) == (
+    assert (
+        precisions["embedding"],
+        precisions["hidden"],
+        precisions["norm"],
+        precisions["head"],
+    ) == (
         "fp32",
         "fp32",
         "fp16",
@@ -198,7 +205,7 @@ def test_reports_show_preserved_and_substituted_formats() -> None:
     assert reasons(kept(Attending, HALF))["head"] == stays
     assert reasons(kept(Attending, HALF), precision="fp32")["head"] == stays
     assert reasons(kept(Attending, HALF), precision="fp16")["head"] == "fp16: plan: uniform fp16"
-    # The products' own format does not do for a norm: it stays in the model's.
+    # INT8 does not apply to a norm, which stays in the format of the model.
     norm = reasons(kept(Attending, HALF), precision="int8")["norm"]
     assert (
         norm

@@ -1,8 +1,8 @@
 """Models of torchvision and timm, as these packages build them, trained with Inductor in four
 precisions and compared with eager torch.
 
-Inputs are small; where a package lets one choose, models are shallow, too. Dropout and stochastic
-depth are off, since both sides would draw other numbers.
+Inputs are small, and models are shallow if the package has an option for it. Dropout and stochastic
+depth are off, because the random numbers would differ.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int8_grad": {"precision": "int8_grad"},
 }
 AUTOCAST_ERRORS = {"default": 2.0, "bf16": 2.0, "int8": 8.0, "int8_grad": 8.0}
-"""The largest error of all gradients of the first step together, in errors of eager torch under
-BF16 autocast.
+"""Bound on the error of all gradients of the first step together, in units of the error of eager
+torch under BF16 autocast.
 
-Batch norms over few values amplify roundings, so each model has a bound of its own; that of the
+Batch norms over few values amplify roundings, so each model has its own bound. The bound of the
 small models (`ERRORS`) is always allowed.
 """
 
@@ -46,10 +46,10 @@ class Program:
     """A model of a package.
 
     Attributes:
-        package: of Python.
-        name: of the model in the package.
-        options: of the function that builds it.
-        size: height and width of an image.
+        package: Python package.
+        name: name of the model in the package.
+        options: arguments of the function that builds it.
+        size: height and width of an image, in pixels.
     """
 
     package: str

@@ -1,7 +1,7 @@
-"""When compiled code is reused and when it is not: batch sizes, plans, models.
+"""Reuse of compiled code across batch sizes, plans and models.
 
-Counts the graphs that the backend is given; nothing here looks at numbers but to see that reused
-code still computes.
+The tests count the graphs that the backend compiles. They check values only to see that reused code
+computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.models.small_models import Convolutional, Counting, Perceptro
 torch.set_num_threads(1)
 
 PRECISIONS = ["fp32", "bf16", "int8", "fp8"]
-BATCHES = (4, 8, 6, 5, 12, 3)  # below 16: torch itself tells convolutions of larger batches apart
+BATCHES = (4, 8, 6, 5, 12, 3)  # below 16: torch specializes convolutions of larger batches
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_a_batch_size_marked_dynamic_compiles_once(precision: str) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_changing_batch_sizes_compile_twice(precision: str) -> None:
-    """Dynamo takes the first size for a constant, learns from the second one, and that is all."""
+    """Dynamo assumes a static batch size at the first call and a dynamic one at the second."""
     backend = Counting()
     model = backend.compile(build(Convolutional), precision=precision)
     for batch in BATCHES:
@@ -83,17 +83,13 @@ def test_dynamic_batch_equals_static_batch() -> None:
     dynamic = backend.compile(model, precision="int8", rounding="nearest")
     dynamic(torch.randn(5, 1, 8, 8))
     dynamic(torch.randn(6, 1, 8, 8))
-    model.load_state_dict(
-        build(Convolutional).state_dict()
-    )  # the statistics of the batch norm have moved
+    model.load_state_dict(build(Convolutional).state_dict())  # the running statistics have changed
     assert torch.equal(dynamic(x), static)
     assert len(backend.graphs) == 2
 
 
 def test_equal_plans_share_code_and_others_compile_once() -> None:
-    """Plans are equal by content: which object, what notes and what order they were made in does
-    not matter.
-    """
+    """Plans are equal by content, regardless of identity, notes and order of construction."""
     backend, model, x = Counting(), build(Perceptron), torch.randn(4, 16)
 
     def run(plan: Plan) -> int:
@@ -142,20 +138,20 @@ def test_changed_plan_applies_after_recompilation() -> None:
 
 
 def test_two_models_in_one_process() -> None:
-    """Two instances of one class share their code, so each must still be planned by itself."""
+    """Two instances of one class share their code object, but each has its own plan."""
     x = torch.randn(32, 16)
     first, second = build(Perceptron, 1), build(Perceptron, 2)
-    one, other = (
+    in_fp32, in_int8 = (
         compiled(first, precision="fp32"),
         compiled(second, precision="int8", rounding="nearest"),
     )
     for _ in range(2):
-        assert torch.equal(one(x), first(x))
-        error = (other(x) - second(x)).abs().max()
+        assert torch.equal(in_fp32(x), first(x))
+        error = (in_int8(x) - second(x)).abs().max()
         assert 1e-4 < error < 0.1
-    one(x).sum().backward()
+    in_fp32(x).sum().backward()
     assert all(p.grad is None for p in second.parameters())
-    other(x).sum().backward()
+    in_int8(x).sum().backward()
     assert all(p.grad is not None for p in (*first.parameters(), *second.parameters()))
 
 
@@ -174,17 +170,17 @@ def test_switching_between_training_and_evaluation_compiles_each_once() -> None:
 def test_model_compile() -> None:
     model = build(Perceptron)
     keys = list(model.state_dict())
-    wanted = model(torch.ones(4, 16))
+    expected = model(torch.ones(4, 16))
     model.compile(backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"})
-    assert torch.equal(model(torch.ones(4, 16)), wanted)
+    assert torch.equal(model(torch.ones(4, 16)), expected)
     assert list(model.state_dict()) == keys
     model.compile(
         backend="qsync",
         options={"precision": "int8", "rounding": "nearest", "inner_backend": "aot_eager"},
     )
-    found = model(torch.ones(4, 16))
-    assert not torch.equal(found, wanted)
-    assert torch.allclose(found, wanted, atol=0.1)
+    actual = model(torch.ones(4, 16))
+    assert not torch.equal(actual, expected)
+    assert torch.allclose(actual, expected, atol=0.1)
 
 
 class Scaled(nn.Module):
@@ -198,22 +194,22 @@ class Scaled(nn.Module):
 
 
 def test_ignored_plan_is_reported() -> None:
-    """Beyond its limit Dynamo runs the model as written.
+    """Beyond its recompile limit Dynamo runs the model uncompiled.
 
-    That is announced, and then an error each time, until the limit is higher.
+    The backend warns at the limit. Further calls raise an error until the limit is raised.
     """
     model = build(Scaled)
     fast, x = compiled(model, precision="bf16"), torch.randn(2, 4)
     with (
         torch._dynamo.config.patch(recompile_limit=3),
-        warnings.catch_warnings(record=True) as told,
+        warnings.catch_warnings(record=True) as recorded,
     ):
         warnings.simplefilter("always")
         for scale in (1, 2, 3):
             model.scale = scale
             assert not torch.equal(fast(x), model(x))
-            # Torch has warnings of its own, as on Python 3.13.0.
-            ours = [str(w.message) for w in told if w.filename == __file__]
+            # torch may issue warnings, too, as on Python 3.13.0.
+            ours = [str(w.message) for w in recorded if w.filename == __file__]
             assert ["Scaled.forward" in text for text in ours] == [True] * (scale >= 3)
         model.scale = 4
         for _ in range(2):
@@ -246,9 +242,7 @@ def test_the_limit_of_all_versions_is_an_error_too() -> None:
 
 
 def test_plan_beyond_the_recompile_limit_is_an_error() -> None:
-    """Dynamo counts versions of a function whatever they were compiled with: this plan would run
-    nowhere.
-    """
+    """Dynamo counts versions of a function under all options: no graph would run this plan."""
     model, x = build(Scaled), torch.randn(2, 4)
     with torch._dynamo.config.patch(recompile_limit=2):
         for precision in ("bf16", "int8"):
@@ -264,13 +258,13 @@ def test_recompile_limit_is_reported_once_without_a_plan() -> None:
     fast = compiled(model)
     with (
         torch._dynamo.config.patch(recompile_limit=2),
-        warnings.catch_warnings(record=True) as told,
+        warnings.catch_warnings(record=True) as recorded,
     ):
         warnings.simplefilter("always")
         for scale in (1, 2, 3, 4, 3):
             model.scale = scale
             fast(x)
-            ours = [str(w.message) for w in told if w.filename == __file__]
+            ours = [str(w.message) for w in recorded if w.filename == __file__]
             assert ["run uncompiled" in text for text in ours] == [True] * (scale >= 3)
 
 
@@ -288,10 +282,10 @@ def test_a_function_without_anything_planned_may_run_as_written() -> None:
     fast = compiled(model, precision="bf16")
     with (
         torch._dynamo.config.patch(recompile_limit=2),
-        warnings.catch_warnings(record=True) as told,
+        warnings.catch_warnings(record=True) as recorded,
     ):
         warnings.simplefilter("always")
         for scale in (1, 2, 3):
             model.scale = scale
             assert torch.equal(fast(x), model(x))
-    assert not [w for w in told if w.filename == __file__]
+    assert not [w for w in recorded if w.filename == __file__]

@@ -1,7 +1,7 @@
-"""Training as people do it: optimizers, clipping, seeds, accumulation, evaluation, checkpoints.
+"""Training features: optimizers, clipping, seeds, accumulation, evaluation, checkpoints.
 
-In FP32 a compiled model must train like torch's own "aot_eager", to the last bit; in narrow formats
-within what the format promises.
+In FP32 a compiled model trains bit-identically to torch's "aot_eager"; in narrow formats within the
+error of the format.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_gradients_are_within_the_error_of_the_format(precision: str) -> None:
     model, plain = build(Convolutional), build(Convolutional)
     F.cross_entropy(compiled(model, precision=precision)(x), y).backward()
     F.cross_entropy(torch.compile(plain, backend="aot_eager")(x), y).backward()
-    # Batch norm takes the mean away, so the bias before it has no gradient but rounding errors.
+    # Batch norm subtracts the mean, so the gradient of the bias before it is only rounding error.
     model.conv.bias.grad = plain.conv.bias.grad = None
     error = relative_error(gradients(model), gradients(plain))
     assert error <= ERRORS[precision]
@@ -113,10 +113,10 @@ def test_evaluation_is_repeatable_and_near_fp32(precision: str, mode: Callable[[
     model = build(lambda: Perceptron(0.5)).eval()
     fast, x = compiled(model, precision=precision), torch.randn(16, 16)
     with mode():
-        found = fast(x)
-        assert torch.equal(found, fast(x))
-        assert (found - model(x)).abs().max() < 0.1
-    assert not found.requires_grad
+        output = fast(x)
+        assert torch.equal(output, fast(x))
+        assert (output - model(x)).abs().max() < 0.1
+    assert not output.requires_grad
     model.train()
     assert not torch.equal(fast(x), fast(x)), "dropout is back"
 
@@ -147,7 +147,7 @@ def test_gradients_accumulate() -> None:
 
 
 def test_two_forwards_before_two_backwards() -> None:
-    """What one step has saved for its backward pass is not overwritten by the next."""
+    """The second forward pass does not overwrite the saved tensors of the first."""
     model = build(Perceptron)
     fast, x = compiled(model, precision="int8", rounding="nearest"), torch.randn(16, 16)
     fast(x).sum().backward()
@@ -161,8 +161,8 @@ def test_two_forwards_before_two_backwards() -> None:
 
 
 def test_state_dict_round_trip() -> None:
-    """A checkpoint of a compiled model is a checkpoint of the model, in FP32, and training goes on
-    from it to the last bit.
+    """A checkpoint of a compiled model has the keys of the model and FP32 values, and training
+    resumed from it is bit-identical.
     """
     model = build(Convolutional)
     plain_keys = list(model.state_dict())

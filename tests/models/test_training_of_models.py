@@ -1,5 +1,5 @@
-"""What models and their inputs may have in training: memory formats, tied and frozen weights,
-norms, empty batches, graph breaks.
+"""Training of models with special properties: memory formats, tied and frozen weights, norms, empty
+batches, graph breaks.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def test_batch_norm_statistics_are_fp32_and_move_in_training_only() -> None:
 
 
 def test_a_layer_norm_may_have_a_bias_alone() -> None:
-    """Torch's own backward pass on the CPU takes no FP32 bias beside a BF16 input there; see the
-    row of layer_norm.
+    """On the CPU torch accepts an FP32 bias with a BF16 input only if there is an FP32 weight; see
+    the row of layer_norm.
     """
 
     class Shifted(nn.Module):
@@ -77,7 +77,7 @@ def test_channels_last(precision: str, inner_backend: str) -> None:
     assert model.conv.weight.grad.shape == plain.conv.weight.grad.shape
     assert all(p.grad.stride() == p.stride() for p in model.parameters())
     model.conv.bias.grad = plain.conv.bias.grad = None
-    # Another memory format sums in another order.
+    # The memory format determines the order of summation.
     assert relative_error(gradients(model), gradients(plain)) <= max(ERRORS[precision], 1e-5)
 
 
@@ -154,7 +154,7 @@ def test_graph_breaks(precision: str) -> None:
 
 
 def test_batch_of_one_with_transposed_strides() -> None:
-    """Its row stride is 1, which oneDNN's INT8 product mistakes for the length of a row."""
+    """Its row stride is 1, which oneDNN's INT8 product mistakes for the row length."""
     model, x = build(Perceptron), torch.randn(16, 1)
-    found = compiled(model, precision="int8", rounding="nearest")(x.t())
-    assert (found - model(x.t())).abs().max() < 0.05
+    output = compiled(model, precision="int8", rounding="nearest")(x.t())
+    assert (output - model(x.t())).abs().max() < 0.05

@@ -1,4 +1,4 @@
-"""Callbacks of trainers: they report each optimizer step, and switch plans at the given steps."""
+"""Trainer callbacks: reports of each optimizer step, and plan switches at scheduled steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATER = Plan("bf16", notes={"seconds": "0.5"})
 
 
 class Recorder:
-    """Sink that notes the format of the model's plan at each step."""
+    """Metrics sink that records the default format of the model's plan at each step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.rows = model, dict[int, dict[str, float]]()

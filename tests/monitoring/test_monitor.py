@@ -1,4 +1,4 @@
-"""`qsync_fx.monitor` reports true figures of a training, and changes nothing of it."""
+"""`qsync_fx.monitor`: correct metrics of a training, without any effect on it."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_ranks_report_what_they_send_and_how_long_they_wait(tmp_path: Path) -> N
         assert len(result["rows"]) == STEPS
         assert sum(row["sent_bytes"] for row in result["rows"]) == result["wire"] > 0
         assert sum(row["codec_s"] for row in result["rows"]) > 0
-    # In the second step DistributedDataParallel waits in the forward pass, where it forms buckets.
+    # In the second step DistributedDataParallel waits in the forward pass, as it rebuilds buckets.
     waits = [min(row["waiting_s"] for row in result["rows"][2:]) for result in (early, late)]
     assert waits[0] > LATE / 2
     assert waits[1] < waits[0]

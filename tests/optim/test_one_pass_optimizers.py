@@ -1,5 +1,5 @@
-"""Optimizers of one pass are torch's to the number: parameters and state, whatever the values, the
-path and the threads.
+"""Single-pass optimizers compared with torch's: parameters and state, for any values, instruction
+set and number of threads.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def test_many_steps_equal_torch(name: str, how: dict[str, Any], data: st.DataObj
 
     start, gradients = drawn(), [drawn() for _ in range(count)]
     ours, torchs = PAIRS[name]
-    found = ours(parameters(*start), **how)
+    actual = ours(parameters(*start), **how)
     expected = torchs(parameters(*start), **how, foreach=False)
-    steps(found, gradients)
+    steps(actual, gradients)
     steps(expected, gradients)
-    assert_alike(found, expected, count)
+    assert_alike(actual, expected, count)
 
 
 @every_setting
@@ -53,16 +53,16 @@ def test_nonfinite_values_spread_as_in_torch(name: str, how: dict[str, Any]) -> 
     start = special.repeat_interleave(8)
     gradient = special.repeat(8)
     ours, torchs = PAIRS[name]
-    found, expected = (
+    actual, expected = (
         ours(parameters(start), **how),
         torchs(parameters(start), **how, foreach=False),
     )
-    for optimizer in (found, expected):
+    for optimizer in (actual, expected):
         steps(optimizer, [[gradient], [gradient.flip(0)], [gradient.roll(3)]])
-    a, b = found.param_groups[0]["params"][0], expected.param_groups[0]["params"][0]
+    a, b = actual.param_groups[0]["params"][0], expected.param_groups[0]["params"][0]
     for mine, other in [
         (a, b),
-        *((found.state[a][key], expected.state[b][key]) for key in found.state[a]),
+        *((actual.state[a][key], expected.state[b][key]) for key in actual.state[a]),
     ]:
         if isinstance(mine, Tensor):
             torch.testing.assert_close(mine.isnan(), other.isnan())
@@ -78,7 +78,7 @@ def test_paths_and_threads_change_no_bit(
     start = [torch.randn(size) for size in (30_001, 7, 0, 64, 8191)]
     gradients = [[torch.randn_like(value) for value in start] for _ in range(3)]
     kernels = {"sgd": _C.sgd, "adam": _C.adam}
-    found = []
+    results = []
     for isa in _C.available_isas():
         for threads in (1, 2, 5):
             for kernel, run in kernels.items():
@@ -95,10 +95,10 @@ def test_paths_and_threads_change_no_bit(
                 monkeypatch.setattr(_C, kernel, forced)
             optimizer = PAIRS[name][0](parameters(*start), **how)
             steps(optimizer, gradients)
-            found.append([*optimizer.param_groups[0]["params"], *states_of(optimizer)])
-    assert counted == [5] * 3 * len(found)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+            results.append([*optimizer.param_groups[0]["params"], *states_of(optimizer)])
+    assert counted == [5] * 3 * len(results)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def states_of(optimizer: Optimizer) -> list[Tensor]:
@@ -116,19 +116,19 @@ def test_state_dicts_are_interchangeable(name: str, how: dict[str, Any], first: 
     torch.manual_seed(2)
     start = [torch.randn(33), torch.randn(4, 5)]
     gradients = [[torch.randn_like(value) for value in start] for _ in range(4)]
-    one, other = PAIRS[name] if first == "ours" else PAIRS[name][::-1]
-    before = one(parameters(*start), **how)
+    source_class, target_class = PAIRS[name] if first == "ours" else PAIRS[name][::-1]
+    before = source_class(parameters(*start), **how)
     steps(before, gradients[:2])
     file = io.BytesIO()
     torch.save(before.state_dict(), file)
     file.seek(0)
-    after = other(parameters(*before.param_groups[0]["params"]), lr=1.0)
+    after = target_class(parameters(*before.param_groups[0]["params"]), lr=1.0)
     after.load_state_dict(torch.load(file))
     for optimizer in (before, after):
         steps(optimizer, gradients[2:])
     assert_alike(before, after, 2)
     pickled = pickle.loads(pickle.dumps(after))
-    assert type(pickled) is other
+    assert type(pickled) is target_class
     steps(pickled, gradients[:1])
 
 
@@ -136,8 +136,8 @@ def test_parameters_that_share_memory_step_in_turn() -> None:
     memory = torch.randn(40_000)
     ends = []
     for kind in PAIRS["SGD"]:
-        whole = memory.clone()
-        both = [nn.Parameter(whole[:30_000]), nn.Parameter(whole[10_000:])]
+        buffer = memory.clone()
+        both = [nn.Parameter(buffer[:30_000]), nn.Parameter(buffer[10_000:])]
         optimizer = kind(both, lr=0.1, momentum=0.9, weight_decay=0.5)
         threads = torch.get_num_threads()
         torch.set_num_threads(4)
@@ -148,18 +148,31 @@ def test_parameters_that_share_memory_step_in_turn() -> None:
                 optimizer.step()
         finally:
             torch.set_num_threads(threads)
-        ends.append(whole)
+        ends.append(buffer)
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-6)
 
 
 def test_wrong_addresses_and_counts_raise() -> None:
     value = torch.zeros(4)
-    at = value.data_ptr()
+    address = value.data_ptr()
     with pytest.raises(ValueError, match="null pointer"):
-        _C.sgd([at], [0], [], [], [4], lr=0.1)
+        _C.sgd([address], [0], [], [], [4], lr=0.1)
     with pytest.raises(ValueError, match="grads has 0 entries, not 1"):
-        _C.sgd([at], [], [], [], [4], lr=0.1)
+        _C.sgd([address], [], [], [], [4], lr=0.1)
     with pytest.raises(ValueError, match="roots has 0 entries, not 1"):
-        _C.adam([at], [at], [at], [at], [], [at], [4], [0.1], [], beta1=0.9, beta2=0.9, eps=1e-8)
+        _C.adam(
+            [address],
+            [address],
+            [address],
+            [address],
+            [],
+            [address],
+            [4],
+            [0.1],
+            [],
+            beta1=0.9,
+            beta2=0.9,
+            eps=1e-8,
+        )
     with pytest.raises(ValueError, match="threads is 0"):
-        _C.sgd([at], [at], [], [], [4], lr=0.1, threads=0)
+        _C.sgd([address], [address], [], [], [4], lr=0.1, threads=0)

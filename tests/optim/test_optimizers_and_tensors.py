@@ -1,4 +1,4 @@
-"""Which tensors the kernels of optimizers take, in their layout, and which they leave to torch."""
+"""Tensors and layouts that the optimizer kernels support, and the fallback to torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytest_plugins = ["tests.support.computing.compared_optimizers"]
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_layouts(name: str, counted: list[int]) -> None:
-    """A layout without gaps is taken as it is, and a gradient is brought into it; the rest is
-    torch's.
+    """Check that kernels support layouts without gaps and convert gradients to them; torch updates
+    other parameters.
     """
     torch.manual_seed(5)
     image = torch.randn(4, 3, 5, 5)
@@ -44,9 +44,7 @@ def test_layouts(name: str, counted: list[int]) -> None:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_unsupported_tensors_use_torch(name: str, counted: list[int]) -> None:
-    """FP64, BF16, complex numbers, tensors with a class of their own, in one group with what they
-    take.
-    """
+    """Mix FP64, BF16, complex tensors and a tensor subclass with supported tensors in one group."""
 
     class Own(Tensor):
         pass

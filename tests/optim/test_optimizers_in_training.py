@@ -1,4 +1,4 @@
-"""Optimizers of one pass stand where torch's do: arguments, groups, schedules, hooks, scalers,
+"""Single-pass optimizers as replacements for torch's: arguments, groups, schedules, hooks, scalers,
 copies, compiled steps.
 """
 
@@ -28,27 +28,29 @@ def test_arguments_equal_torch(name: str) -> None:
     with pytest.raises(ValueError, match="Invalid learning rate"):
         ours(parameters(torch.zeros(1)), lr=-1.0)
     for arguments in ({"foreach": True}, {"fused": True}, {"foreach": False}, {"fused": False}):
-        found, expected = (kind(parameters(torch.ones(20)), **arguments) for kind in (ours, torchs))
-        assert found.defaults == expected.defaults
-        for optimizer in (found, expected):
+        actual, expected = (
+            kind(parameters(torch.ones(20)), **arguments) for kind in (ours, torchs)
+        )
+        assert actual.defaults == expected.defaults
+        for optimizer in (actual, expected):
             steps(optimizer, [[torch.ones(20)]] * 2)
-        assert_alike(found, expected, 2)
+        assert_alike(actual, expected, 2)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_learning_rates_may_be_tensors(name: str, counted: list[int]) -> None:
     torch.manual_seed(3)
     start, gradient = torch.randn(40), torch.randn(40)
-    found, expected = (
+    actual, expected = (
         kind(parameters(start), lr=torch.tensor(0.1), weight_decay=0.3, foreach=False)
         for kind in PAIRS[name]
     )
-    for optimizer in (found, expected):
+    for optimizer in (actual, expected):
         steps(optimizer, [[gradient]])
         optimizer.param_groups[0]["lr"].mul_(0.1)
         steps(optimizer, [[gradient]])
     assert counted == [1, 1]
-    assert_alike(found, expected, 2)
+    assert_alike(actual, expected, 2)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -83,7 +85,7 @@ def test_groups_closures_hooks_and_schedules(name: str) -> None:
 
 
 def test_weight_changed_before_backward_is_an_error() -> None:
-    """The kernels write by address; autograd must know all the same."""
+    """Check that autograd detects the writes of the kernels, which write by address."""
     for kind, _ in PAIRS.values():
         weight = nn.Parameter(torch.randn(8))
         optimizer = kind([weight], lr=0.1)
@@ -101,12 +103,14 @@ def test_a_grad_scaler_skips_and_unscales(name: str, fused: bool | None) -> None
     for kind in PAIRS[name]:
         torch.manual_seed(8)
         layer = nn.Linear(17, 3)
-        # Fused steps of torch take gradients of one layout alone.
+        # Fused steps of torch require gradients of one layout.
         optimizer = kind(layer.parameters(), lr=0.1, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        for at in range(5):
+        for iteration in range(5):
             optimizer.zero_grad()
-            loss = layer(torch.randn(4, 17)).square().sum() * (torch.inf if at in (0, 2) else 1.0)
+            loss = layer(torch.randn(4, 17)).square().sum() * (
+                torch.inf if iteration in (0, 2) else 1.0
+            )
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -136,15 +140,15 @@ def test_a_compiled_step_is_torchs(counted: list[int]) -> None:
 def test_copies_are_of_its_class() -> None:
     optimizer = qsync_fx.optim.AdamW(parameters(torch.ones(3)))
     steps(optimizer, [[torch.ones(3)]])
-    again = copy.deepcopy(optimizer)
+    copied = copy.deepcopy(optimizer)
     steps(optimizer, [[torch.ones(3)]])
-    steps(again, [[torch.ones(3)]])
-    assert torch.equal(optimizer.param_groups[0]["params"][0], again.param_groups[0]["params"][0])
+    steps(copied, [[torch.ones(3)]])
+    assert torch.equal(optimizer.param_groups[0]["params"][0], copied.param_groups[0]["params"][0])
 
 
 def test_weights_are_cast_where_they_are_read() -> None:
-    """A narrow copy that outlived its forward pass would be stale after a write through `.data`,
-    which no version counts.
+    """Check that no narrow copy outlives its forward pass: it would be stale after a write through
+    `.data`, which does not increment the version.
     """
     torch.manual_seed(0)
     model, x = nn.Linear(64, 32), torch.randn(8, 64)
@@ -165,7 +169,7 @@ def test_weights_are_cast_where_they_are_read() -> None:
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_a_weight_that_was_changed_is_read_as_it_is(inner_backend: str, evaluated: bool) -> None:
-    """However it was changed: after a training step, and between two passes that no step parts."""
+    """Change the weight after a training step, and between two passes without a step."""
     torch.manual_seed(0)
     layer, x = nn.Linear(24, 12, bias=False), torch.randn(5, 24)
     compiled = torch.compile(
@@ -186,19 +190,19 @@ def test_a_weight_that_was_changed_is_read_as_it_is(inner_backend: str, evaluate
 
 
 def test_micro_batches_round_weights_for_themselves() -> None:
-    """Errors of a weight's rounding differ between two passes without a step between them, so that
-    gradients average them out.
+    """Check that rounding errors of a weight differ between passes without a step in between, so
+    that gradients average them out.
     """
     torch.manual_seed(0)
     model, x = nn.Linear(64, 32, bias=False), torch.eye(64)
     options = {"precision": "int8", "inner_backend": "aot_eager"}
     compiled = torch.compile(model, backend="qsync", options=options)
-    # Of the identity each value is on INT8's grid: what differs is the weight.
+    # INT8 represents the identity matrix exactly, so only the weight differs.
     passes = [compiled(x).detach() for _ in range(65)]
     assert not torch.equal(passes[0], passes[1])
-    alone = (passes[0] - model.weight.detach().t()).square().mean()
-    together = (torch.stack(passes[1:]).mean(0) - model.weight.detach().t()).square().mean()
-    assert together < alone / 4, (
+    single_error = (passes[0] - model.weight.detach().t()).square().mean()
+    mean_error = (torch.stack(passes[1:]).mean(0) - model.weight.detach().t()).square().mean()
+    assert mean_error < single_error / 4, (
         "64 roundings have a 64th of the variance, and the output's own error is small beside "
         "that of one"
     )

@@ -1,8 +1,8 @@
 """Autocast around and inside the model.
 
-With neither a plan nor a precision the model's own regions decide: the compiled model then computes
-what torch computes under autocast, to the last bit. A plan decides against regions; an island with
-autocast disabled gives way to an explicit choice alone.
+Without a plan or a precision the autocast regions decide: the compiled model is bit-identical to
+torch under autocast. A plan overrides regions; only an explicit choice for an operator overrides an
+island with autocast disabled.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _fresh() -> None:
 
 
 class Attention(nn.Module):
-    """What autocast has policies for: linear, matmul, softmax, norms, losses, cat, in the orders
-    that models use.
+    """Operators for which autocast has policies, in the orders of real models: linear, matmul,
+    softmax, norms, losses, cat.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class Inside(nn.Module):
-    """Regions inside the forward pass: BF16, and an island in it where autocast is off."""
+    """A BF16 region in the forward pass, with an island in which autocast is off."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,8 +82,8 @@ def _step(model: Any, x: Tensor, ambient: torch.dtype | None) -> Tensor:
 
 
 def _torch(model: Any) -> Any:
-    """The model as torch compiles it; its backward pass outside of autocast, where eager mode runs
-    it.
+    """Return the model compiled by torch, with the backward pass outside of autocast as in eager
+    mode.
     """
     fast = torch.compile(model, backend="aot_eager")
 
@@ -98,18 +98,18 @@ def _precisions(
     model: nn.Module, x: Tensor, ambient: torch.dtype | None, **options: Any
 ) -> dict[str, str]:
     with torch.autocast("cpu", dtype=ambient, enabled=ambient is not None):
-        found = qsync_fx.explain(model, x, options=options or None).operators
-    return {str(op.id): str(op.precision) for op in found if op.kind == "adjustable"}
+        operators = qsync_fx.explain(model, x, options=options or None).operators
+    return {str(op.id): str(op.precision) for op in operators if op.kind == "adjustable"}
 
 
 @pytest.mark.parametrize("make", [Attention, Inside], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("ambient", [torch.bfloat16, torch.float16])
 def test_default_precision_equals_autocast(make: type[nn.Module], ambient: torch.dtype) -> None:
     model, plain, x = build(make), build(make), torch.randn(8, 5, 16)
-    found = _step(compiled(model, emulate_unsupported=True), x, ambient)
-    wanted = _step(_torch(plain), x, ambient)
-    assert found.dtype is wanted.dtype
-    assert torch.equal(found, wanted)
+    actual = _step(compiled(model, emulate_unsupported=True), x, ambient)
+    reference = _step(_torch(plain), x, ambient)
+    assert actual.dtype is reference.dtype
+    assert torch.equal(actual, reference)
     assert_equal(gradients(model), gradients(plain))
 
 
@@ -130,9 +130,9 @@ def test_a_weight_used_twice_is_cast_once_as_in_eager_mode() -> None:
 def test_automatic_precision_without_a_region_is_the_default_of_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(cpu_kernels.ENOUGH_WORK, 16, 0)  # as of layers that are large enough for it
-    found = _precisions(build(Attention), torch.randn(2, 5, 16), None)
-    assert set(found.values()) == {default_precision(torch.device("cpu")).name}
+    monkeypatch.setitem(cpu_kernels.ENOUGH_WORK, 16, 0)  # as for large layers
+    precisions = _precisions(build(Attention), torch.randn(2, 5, 16), None)
+    assert set(precisions.values()) == {default_precision(torch.device("cpu")).name}
 
 
 def test_automatic_precision_follows_the_region() -> None:
@@ -149,19 +149,19 @@ def test_automatic_precision_follows_the_region() -> None:
 
 @pytest.mark.parametrize("make", [Attention, Inside], ids=lambda make: make.__name__)
 def test_fp32_runs_in_fp32_under_an_ambient_region(make: type[nn.Module]) -> None:
-    """A plan decides against the region; what comes out has the type that the caller of autocast
-    expects.
+    """A plan overrides the region; the output has the dtype that the caller expects under
+    autocast.
     """
     model, plain, x = build(make), build(make), torch.randn(8, 5, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = compiled(model, plan=Plan(patterns=[("**", "fp32")]))(x)
+        actual = compiled(model, plan=Plan(patterns=[("**", "fp32")]))(x)
         expected = _torch(build(make))(x)
     forward = Attention.forward if make is Attention else _without_regions
-    wanted = _torch(forward)(plain, x)
-    assert found.dtype is expected.dtype
-    assert torch.equal(found, wanted.to(found.dtype))
-    found.float().square().mean().backward()
-    wanted.to(found.dtype).float().square().mean().backward()
+    reference = _torch(forward)(plain, x)
+    assert actual.dtype is expected.dtype
+    assert torch.equal(actual, reference.to(actual.dtype))
+    actual.float().square().mean().backward()
+    reference.to(actual.dtype).float().square().mean().backward()
     assert_equal(gradients(model), gradients(plain))
 
 
@@ -232,14 +232,14 @@ def test_a_checkpointed_region_under_autocast() -> None:
             return checkpoint(self.body, x, use_reentrant=False)
 
     model, plain, x = build(Checkpointed), build(Checkpointed), torch.randn(8, 5, 16)
-    found = _step(compiled(model), x, torch.bfloat16)
-    wanted = _step(_torch(plain), x, torch.bfloat16)
-    assert torch.equal(found, wanted)
+    actual = _step(compiled(model), x, torch.bfloat16)
+    reference = _step(_torch(plain), x, torch.bfloat16)
+    assert torch.equal(actual, reference)
     assert_equal(gradients(model), gradients(plain))
 
 
 def test_autocast_inside_an_operator() -> None:
-    """`bilinear` is composed of others: autocast lowers values that only it sees."""
+    """`bilinear` is a composite operator: autocast casts intermediate values that only it sees."""
 
     class Bilinear(nn.Module):
         def __init__(self) -> None:
@@ -250,8 +250,8 @@ def test_autocast_inside_an_operator() -> None:
             return torch.tanh(self.both(x, x))
 
     model, plain, x = build(Bilinear), build(Bilinear), torch.randn(8, 16)
-    found = _step(compiled(model), x, torch.bfloat16)
-    wanted = _step(_torch(plain), x, torch.bfloat16)
-    assert found.dtype is wanted.dtype
-    assert torch.equal(found, wanted)
+    actual = _step(compiled(model), x, torch.bfloat16)
+    reference = _step(_torch(plain), x, torch.bfloat16)
+    assert actual.dtype is reference.dtype
+    assert torch.equal(actual, reference)
     assert_equal(gradients(model), gradients(plain))

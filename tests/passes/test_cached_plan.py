@@ -1,5 +1,5 @@
-"""What trains where no plan is asked for, once a profile of the model is in the cache, and what
-keeps a profile from being taken.
+"""Cached plans: the default of a model without plan or precision if the cache has a profile of it,
+and the profiles that do not match.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLANNED = {"first/linear": "fp32", "second/linear": "int8"}
 
 
 class Pair(nn.Module):
-    """Two layers whose kernels are libraries'."""
+    """Two layers that run library kernels."""
 
     def __init__(self, width: int = 16, breaks: bool = False) -> None:
         super().__init__()
@@ -44,23 +44,23 @@ class Pair(nn.Module):
         x = self.first(x)
         if self.breaks:
             torch._dynamo.graph_break()
-        found: Tensor = self.second(x)
-        return found
+        output: Tensor = self.second(x)
+        return output
 
 
 @functools.cache
 def profile(breaks: bool = False) -> Profile:
     torch.manual_seed(0)
     batch = torch.randn(4, 16), torch.randn(4, 8)
-    how = {"repeats": 1, "progress": False, "sensitivity": "second_order"}
-    return qsync_fx.measure(Pair(breaks=breaks), Counted(), [batch], ["fp32", "bf16"], **how)
+    settings = {"repeats": 1, "progress": False, "sensitivity": "second_order"}
+    return qsync_fx.measure(Pair(breaks=breaks), Counted(), [batch], ["fp32", "bf16"], **settings)
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("QSYNC_CACHED_PLAN", "1")
-    # The default of these layers, in little, is that of layers that are large enough for it.
+    # The small layers get the default of large ones.
     monkeypatch.setitem(cpu_kernels.ENOUGH_WORK, 16, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
@@ -68,7 +68,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def keep(found: Profile, **changes: Any) -> Path:
-    """Puts a profile into the cache, with a plan that nobody could take for another one."""
+    """Store a profile in the cache, with a plan that no search returns."""
     file = qsync_fx.cache_plan(found).with_suffix(".plan.json")
     CACHED_PLAN_FILE.write(
         file,
@@ -103,15 +103,13 @@ DEFAULT = dict.fromkeys(PLANNED, "bf16")
 
 
 def under_inductor(found: Profile) -> Profile:
-    """The same for a model that is compiled by another compiler than the one that it was measured
-    with, so that tests are quick.
-    """
+    """Return the profile as if measured with inner_backend="eager", for fast tests."""
     assert found.fingerprint is not None
     return replace(found, fingerprint=replace(found.fingerprint, options="inner_backend=eager"))
 
 
 class Said(logging.Handler):
-    """What is said to a logger while it is a context."""
+    """Context manager that records the messages of the package's logger."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,12 +136,20 @@ def test_cached_plan_is_active_and_reported(cache: Path) -> None:
     with Said() as messages:
         fast = trained(Pair())
         step(fast, 3)
-    (said,) = messages
-    assert "no plan was requested" in said and "the variance of bf16" in said and str(file) in said
+    (message,) = messages
+    assert (
+        "no plan was requested" in message
+        and "the variance of bf16" in message
+        and str(file) in message
+    )
     assert formats(fast) == PLANNED
-    found = qsync_fx.plan_coverage(fast)
-    assert found.complete and found.unasked[0] in str(found) and found.unasked[0] in said
-    assert {ran.reason for ran in found.operators if ran.kind == "adjustable"} == {
+    coverage = qsync_fx.plan_coverage(fast)
+    assert (
+        coverage.complete
+        and coverage.unasked[0] in str(coverage)
+        and coverage.unasked[0] in message
+    )
+    assert {ran.reason for ran in coverage.operators if ran.kind == "adjustable"} == {
         "plan of a cached profile"
     }
     explanation = qsync_fx.explain(Pair(), torch.randn(4, 16), options={"inner_backend": "eager"})
@@ -152,14 +158,14 @@ def test_cached_plan_is_active_and_reported(cache: Path) -> None:
 
 def test_cached_plan_is_the_fastest_within_bf16_variance() -> None:
     path = qsync_fx.cache_plan(profile())
-    kept = CACHED_PLAN_FILE.load(path.with_suffix(".plan.json"))
+    cached = CACHED_PLAN_FILE.load(path.with_suffix(".plan.json"))
     answer = qsync_fx.find_plan(profile(), objective="fastest", budget="bf16")
     assert (
-        isinstance(kept, CachedPlan)
-        and kept.operators == answer.plans["cpu"]
-        and kept.within == "bf16"
+        isinstance(cached, CachedPlan)
+        and cached.operators == answer.plans["cpu"]
+        and cached.within == "bf16"
     )
-    assert kept.seconds == answer.evaluation.seconds <= kept.uniform_seconds
+    assert cached.seconds == answer.evaluation.seconds <= cached.uniform_seconds
     assert Profile.load(path) == profile()
     assert Profile.load(path).fingerprint == profile().fingerprint is not None
 
@@ -224,13 +230,13 @@ def test_other_options_make_other_times() -> None:
 
 
 def test_matching_profile_is_selected() -> None:
-    found = under_inductor(profile())
-    keep(found)
+    matching = under_inductor(profile())
+    keep(matching)
     stale = keep(
-        replace(found, model=replace(found.model, digest="0" * 16)),
-        machine=replace(found.machine, torch="2.0"),
+        replace(matching, model=replace(matching.model, digest="0" * 16)),
+        machine=replace(matching.machine, torch="2.0"),
     )
-    assert stale.parent == keep(found).parent and len(list(stale.parent.iterdir())) == 4
+    assert stale.parent == keep(matching).parent and len(list(stale.parent.iterdir())) == 4
     assert formats(trained(Pair())) == PLANNED
 
 

@@ -1,8 +1,7 @@
-"""Conversions that the model itself writes: which of them are a wish for a format, and which only
-name a place.
+"""Conversions that the model itself writes: requests for a dtype, and moves to a device.
 
-A model is traced in the formats that it holds, where `x.to(device)` and `x.float()` are the same:
-they change nothing. Under a plan they differ.
+A model is traced in its own dtypes, in which both `x.to(device)` and `x.float()` have no effect.
+Under a plan they differ.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import qsync_fx
 
 
 def format_after(convert: Callable[[Tensor, Tensor], Tensor], precision: str = "bf16") -> str:
-    """The format that a sum is computed in, of a product that was converted in between."""
+    """Return the format of the sum of a product and its converted value."""
 
     def model(x: Tensor, weight: Tensor) -> Tensor:
         y = F.linear(x, weight)
@@ -69,8 +68,8 @@ def test_requested_dtype_is_preserved_next_to_a_view() -> None:
 
 
 def test_the_residual_stream_of_gpt2_is_narrow() -> None:
-    """Its positions are moved to the device of its tokens before they are added, which begins the
-    stream.
+    """GPT-2 moves its position embeddings to the device of its token embeddings before the sum that
+    begins the stream.
     """
     config = hf.GPT2Config(
         vocab_size=67,
@@ -84,7 +83,7 @@ def test_the_residual_stream_of_gpt2_is_narrow() -> None:
     )
     model, ids = hf.GPT2Model(config).train(), torch.arange(16).reshape(2, 8)
     explanation = qsync_fx.explain(model, ids, options={"precision": "bf16"})
-    # The activation function adds, too, beside a power that stays in FP32.
+    # Without the sums of the activation function, which add a power that stays in FP32.
     sums = [
         op
         for op in explanation.operators

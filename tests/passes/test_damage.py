@@ -1,4 +1,4 @@
-"""A user's pass that damages a graph is named in the error, wherever it runs."""
+"""Errors name the custom pass that corrupts a graph, at every position in the pipeline."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What nobody asked for: 16 bits where layers are large enough for them to pay, FP32 where not, and
-what stands between such layers.
+"""Default formats: 16 bits for layers large enough to be faster, FP32 for smaller ones, and the
+formats of operators between them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from qsync_fx.errors import PlanWarning
 
 ROWS = 512
 WIDE = 128
-"""A layer from this many channels to as many pays for 512 rows; one from that to 16, and from 16 to
-that, does not.
-"""
+"""Channels. For 512 rows, BF16 pays from 128 to 128 channels, not from 128 to 16 or 16 to 128."""
 
 
 @pytest.fixture(autouse=True)
 def unit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A CPU that computes BF16, whichever is at hand."""
+    """Patch the CPU to have a BF16 unit."""
     monkeypatch.setattr(format_support, "native_bf16_unit", lambda: True)
     format_support.forget()
     yield
@@ -35,7 +33,7 @@ def unit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def found(model: nn.Module, *inputs: Tensor, **options: Any) -> dict[str, tuple[str, str]]:
-    """The precision of each operator, and why."""
+    """Return the precision and the reason of each operator."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         explained = qsync_fx.explain(model.train(), *inputs, options=options)
@@ -105,9 +103,7 @@ def test_single_row_is_in_fp32_at_any_size() -> None:
 
 
 def test_few_rows_of_a_large_weight_are_in_fp32() -> None:
-    """Converting the weight takes longer than the product saves, however much work that is; with
-    more rows, or a smaller weight, not.
-    """
+    """The conversion of a large weight costs more than the product of few rows saves."""
     for rows, width, expected in (
         (16, 4096, "fp32"),
         (cpu_kernels.FEW_ROWS, 4096, "bf16"),
@@ -124,9 +120,7 @@ def test_few_rows_of_a_large_weight_are_in_fp32() -> None:
 
 
 def test_convolutions_count_as_products() -> None:
-    """A convolution of eight channels pays on large images, not on small ones; in groups each sum
-    is shorter.
-    """
+    """A convolution with eight channels pays on large images only; groups shorten its sums."""
     for image, groups, expected in ((32, 1, "bf16"), (8, 1, "fp32"), (32, 8, "fp32")):
         layer = nn.Conv2d(8, 8, 3, groups=groups, padding=1)
         ((fmt, reason),) = found(layer, torch.randn(8, 8, image, image)).values()
@@ -137,8 +131,8 @@ def test_convolutions_count_as_products() -> None:
 
 
 class Gated(nn.Module):
-    """A large layer whose result is multiplied by what two small ones make of its mean, as squeeze
-    and excitation do; then a small head.
+    """A large layer, its product with a gate of two small layers as in squeeze-and-excitation, and
+    a small head.
     """
 
     def __init__(self) -> None:
@@ -157,8 +151,8 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         large = self.norm(self.body(x)).relu()
         gate = self.excite(self.squeeze(large.mean(1)).relu()).sigmoid()
-        found: Tensor = self.head(self.tail(large * gate.unsqueeze(1)).mean(1))
-        return found
+        logits: Tensor = self.head(self.tail(large * gate.unsqueeze(1)).mean(1))
+        return logits
 
 
 def test_small_gate_does_not_widen_large_layers() -> None:
@@ -176,7 +170,7 @@ def test_small_gate_does_not_widen_large_layers() -> None:
 
 
 class Words(nn.Module):
-    """Embeddings, a layer with attention and residual connections, and a head for many words."""
+    """Embeddings, attention with a residual connection, and a head for many words."""
 
     def __init__(self, width: int, words: int) -> None:
         super().__init__()
@@ -195,17 +189,17 @@ class Words(nn.Module):
             for part in self.parts(self.first(x)).chunk(3, -1)
         )
         attended = nn.functional.scaled_dot_product_attention(*parts)
-        found: Tensor = self.head(
+        logits: Tensor = self.head(
             self.last(x + self.out(attended.transpose(1, 2).reshape(x.shape)))
         )
-        return found
+        return logits
 
 
 def test_products_without_a_weight_follow_their_neighbours() -> None:
     ids = torch.randint(100, (4, 32))
     small = found(Words(16, 100), ids)
     assert {fmt for _, (fmt, _) in small.items()} == {"fp32"}
-    # A head that pays, and what it reads, stay; the layers before them are as small as before.
+    # A large head and the norm that it reads run in BF16; the layers before them are too small.
     headed = formats(Words(16, 10_000), ids)
     assert headed["head"] == headed["last"] == "bf16"
     for name in ("words", "places", "first", "parts", "out"):
@@ -223,8 +217,8 @@ def test_it_trains_as_in_fp32() -> None:
             x
         ).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        assert one is not None and other is not None and torch.equal(one, other)
+    for actual, expected in zip(*gradients, strict=True):
+        assert actual is not None and expected is not None and torch.equal(actual, expected)
 
 
 def test_checkpointed_layers_get_equal_formats() -> None:
@@ -236,8 +230,8 @@ def test_checkpointed_layers_get_equal_formats() -> None:
             self.gated = Gated()
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = checkpoint(self.gated, x, use_reentrant=False)
-            return found
+            output: Tensor = checkpoint(self.gated, x, use_reentrant=False)
+            return output
 
     x = torch.randn(8, ROWS // 8, WIDE)
     inside = formats(Checkpointed(), x)

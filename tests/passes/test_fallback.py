@@ -1,5 +1,5 @@
-"""A rule that a pass of ours breaks stops nobody's training; one that a user's pass breaks is an
-error.
+"""Fallback to the model as written if a built-in pass breaks a rule, and an error if a custom pass
+does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_false_alarm(since: str, operator: str) -> verifier.VerifierRule:
-    """A rule that one operator breaks, once the pass has run, whatever it does."""
+    """Return a rule that always reports one operator as a violation, from the pass `since` on."""
 
     def check(graph: PrecisionGraph) -> Iterator[tuple[fx.Node | None, str]]:
         for op in graph.own_operators():
@@ -65,13 +65,13 @@ def trained(model: nn.Module, call: Any, x: Tensor, steps: int = 2) -> dict[str,
 def test_the_graph_trains_as_the_model_is_written(as_users_run_it: None, alarm: None) -> None:
     x = torch.randn(4, 1, 8, 8)
     model = build(Convolutional)
-    wanted = trained(model, model, x)
+    expected = trained(model, model, x)
     model = build(Convolutional)
     with pytest.warns(
         UserWarning, match=r"breaks the rule \"all is well\".*Please report"
     ) as caught:
-        found = trained(model, compiled(model, precision="int8"), x)
-    assert_equal(found, wanted)
+        actual = trained(model, compiled(model, precision="int8"), x)
+    assert_equal(actual, expected)
     assert sum(item.category is UserWarning for item in caught) == 1
     assert caught[0].filename.endswith("small_models.py")
 
@@ -123,11 +123,11 @@ def test_autocast_regions_of_the_model_stay(as_users_run_it: None, alarm: None) 
         return run
 
     model = build(Perceptron)
-    wanted = trained(model, under_autocast(model), x)
+    expected = trained(model, under_autocast(model), x)
     model = build(Perceptron)
     with pytest.warns(UserWarning, match="Please report"):
-        found = trained(model, under_autocast(compiled(model, precision="int8")), x)
-    assert_equal(found, wanted)
+        actual = trained(model, under_autocast(compiled(model, precision="int8")), x)
+    assert_equal(actual, expected)
 
 
 @pytest.mark.parametrize("step", [Cascade, Normalize])

@@ -1,5 +1,5 @@
-"""Training and evaluation are one model to a plan: torch's fused transformer layers are the
-operators that they stand for.
+"""Fused transformer layers of torch: evaluation runs the operators of training, under the same
+plan.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Encoding(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, padding: Tensor | None = None
     ) -> Tensor:
-        found: Tensor = self.head(self.encoder(x, mask, padding, is_causal=False))
-        return found
+        logits: Tensor = self.head(self.encoder(x, mask, padding, is_causal=False))
+        return logits
 
 
 class Attending(nn.Module):
@@ -69,34 +69,34 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_evaluation_runs_the_operators_of_training(name: str, masked: bool) -> None:
     model = build(MODELS[name])
-    given = inputs(masked, "attention" in name)
-    plan = qsync_fx.explain(model, *given, options={"precision": "bf16"}).plan()
-    # All of the model is in graphs: two products a multi-head attention, and two a feed-forward
-    # network.
+    arguments = inputs(masked, "attention" in name)
+    plan = qsync_fx.explain(model, *arguments, options={"precision": "bf16"}).plan()
+    # The graphs contain all products: two of an attention, two of a feed-forward network, and the
+    # head.
     products = sum(op.operator == "linear" for op in plan.operators)
     assert products == (3 if "attention" in name else 5)
     model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad():
-            exact = model(*given)
+            exact = model(*arguments)
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
     fp32 = qsync_fx.Plan(operators=dict.fromkeys(plan.operators, "fp32"))
     for chosen, bound in (fp32, 0.0), (plan, 0.03):
         torch._dynamo.reset()
         with torch.no_grad():
-            found = compiled(model, plan=chosen)(*given)
-            explanation = qsync_fx.explain(model, *given, options={"plan": chosen})
+            output = compiled(model, plan=chosen)(*arguments)
+            explanation = qsync_fx.explain(model, *arguments, options={"plan": chosen})
         assert explanation.plan() == chosen, "the same operators, by the same names"
         assert not explanation.unknown
-        error = relative_error({"out": found}, {"out": exact})
+        error = relative_error({"out": output}, {"out": exact})
         assert error <= bound
         assert (error > 0) is (bound > 0)
 
 
 class Masked(nn.Module):
-    """As users write it: batches first or not, with torch's own causal masks, and padding."""
+    """Transformer encoder with causal and padding masks, batch first or not."""
 
     def __init__(self, batch_first: bool, **changes: Any) -> None:
         super().__init__()
@@ -107,8 +107,8 @@ class Masked(nn.Module):
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor, **masks: Any) -> Tensor:
-        found: Tensor = self.head(self.encoder(x, **masks))
-        return found
+        logits: Tensor = self.head(self.encoder(x, **masks))
+        return logits
 
 
 def masks(batch_first: bool, causal: bool, padded: bool) -> dict[str, Any]:
@@ -116,10 +116,10 @@ def masks(batch_first: bool, causal: bool, padded: bool) -> dict[str, Any]:
     padding = torch.zeros(batch, length, dtype=torch.bool)
     padding[0, -1] = True
     mask = nn.Transformer.generate_square_subsequent_mask(length)
-    found: dict[str, Any] = (
+    arguments: dict[str, Any] = (
         {"mask": mask.isinf() if padded else mask, "is_causal": True} if causal else {}
     )
-    return found | ({"src_key_padding_mask": padding} if padded else {})
+    return arguments | ({"src_key_padding_mask": padding} if padded else {})
 
 
 @tiers.ALL
@@ -136,10 +136,10 @@ def masks(batch_first: bool, causal: bool, padded: bool) -> dict[str, Any]:
     ],
 )
 def test_masks(batch_first: bool, causal: bool, padded: bool) -> None:
-    """What torch.compile makes of padding is torch's affair: it packs nothing, so that padded
-    places hold what eager leaves out.
+    """The reference is torch.compile: it does not pack padded tokens, whose outputs eager mode
+    omits.
     """
-    model, x, given = (
+    model, x, arguments = (
         build(lambda: Masked(batch_first)),
         torch.randn(3, 5, 16),
         masks(batch_first, causal, padded),
@@ -148,11 +148,11 @@ def test_masks(batch_first: bool, causal: bool, padded: bool) -> None:
         model.train(training)
         torch._dynamo.reset()
         with torch.set_grad_enabled(training):
-            expected = torch.compile(model, backend="aot_eager")(x, **given)
-            found = compiled(model, precision="fp32")(x, **given)
-            narrow = compiled(model, precision="bf16", strict=True)(x, **given)
-        # Without gradients torch fuses the layer, whose products are summed in another order.
-        assert relative_error({"out": found}, {"out": expected}) <= (0 if training else 1e-6)
+            expected = torch.compile(model, backend="aot_eager")(x, **arguments)
+            actual = compiled(model, precision="fp32")(x, **arguments)
+            narrow = compiled(model, precision="bf16", strict=True)(x, **arguments)
+        # Without gradients torch fuses the layer, which changes the order of summation.
+        assert relative_error({"out": actual}, {"out": expected}) <= (0 if training else 1e-6)
         assert 0 < relative_error({"out": narrow}, {"out": expected}) < 0.03
         ran = [op for op in qsync_fx.plan_coverage(model).operators if op.id.operator == "linear"]
         assert len(ran) == 5
@@ -162,25 +162,29 @@ def test_masks(batch_first: bool, causal: bool, padded: bool) -> None:
 @tiers.ALL
 def test_layers_with_nested_tensors_are_reported() -> None:
     model, x = build(lambda: Masked(True, mask_check=False)), torch.randn(3, 5, 16)
-    given, advice = masks(True, False, True), "create it with enable_nested_tensor=False"
+    arguments, advice = masks(True, False, True), "create it with enable_nested_tensor=False"
     run = compiled(model, precision="bf16")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    run(x, **given).sum().backward()
+    run(x, **arguments).sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error", qsync_fx.PlanWarning)
         optimizer.step()
     model.eval()
     with torch.no_grad(), pytest.warns(qsync_fx.PlanWarning, match=advice) as caught:
-        run(x, **given)
-    (text,) = (str(one.message) for one in caught if issubclass(one.category, qsync_fx.PlanWarning))
+        run(x, **arguments)
+    (text,) = (
+        str(warning.message)
+        for warning in caught
+        if issubclass(warning.category, qsync_fx.PlanWarning)
+    )
     assert "no compiled graph contains 6 modules of Masked" in text
     assert "encoder.layers.0.linear1 (Linear)" in text
     torch._dynamo.reset()
     with torch.no_grad(), pytest.raises(qsync_fx.PlanError, match=advice):
-        compiled(model, precision="bf16", strict=True)(x, **given)
+        compiled(model, precision="bf16", strict=True)(x, **arguments)
     torch._dynamo.reset()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error", qsync_fx.PlanWarning)
-        compiled(model, precision="fp32")(x, **given)
+        compiled(model, precision="fp32")(x, **arguments)
     with torch.no_grad():
-        assert advice in str(qsync_fx.explain(model, x, **given, options={"precision": "bf16"}))
+        assert advice in str(qsync_fx.explain(model, x, **arguments, options={"precision": "bf16"}))

@@ -1,7 +1,7 @@
-"""The graph after every pass, as text. A new pass brings its golden text; `QSYNC_UPDATE_GOLDEN=1
-pytest tests/passes/test_golden.py` writes it.
+"""Golden text of the graph after every pass.
 
-Read the difference before you commit it: the golden text is the specification of a pass.
+The text is the specification of a pass. `QSYNC_UPDATE_GOLDEN=1 pytest tests/passes/test_golden.py`
+writes it: read the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PASSES = [step.name for step in pipeline(Options(), lowerings())]
 
 
 class Residual(nn.Module):
-    """Everything that a pass decides about, once: products, norm, shared operand, promotion,
-    autocast, a scalar out of range, a loss.
+    """One case of each decision of a pass: products, norm, shared operand, promotion, autocast, a
+    scalar out of range, a loss.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`TORCH_LOGS="qsync"` logs the graph after each pass, and nothing is logged without it."""
+"""`TORCH_LOGS="qsync"` logs the graph after each pass; without it no graph is logged."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Who an operator is: the same on every rank, across graph breaks, and down to the kernels of the
-backward pass.
+"""Operator ids: equal on every rank, across graph breaks, and in the kernels of the backward pass.
 
-That `meta["custom"]` travels through AOTAutograd, and how Dynamo names modules and frames, is
-semi-private to torch: these tests pin it.
+They rely on semi-private behaviour of torch: AOTAutograd preserves `meta["custom"]`, and Dynamo has
+rules for the names of modules and frames. The tests check both.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ def ids(model: Any, *inputs: Any, **options: Any) -> list[str]:
 
 
 def precisions(model: Any, *inputs: Any, **options: Any) -> dict[str, str]:
-    found = qsync_fx.explain(model, *inputs, options=options or None).operators
-    return {str(op.id): str(op.precision) for op in found if op.kind == "adjustable"}
+    operators = qsync_fx.explain(model, *inputs, options=options or None).operators
+    return {str(op.id): str(op.precision) for op in operators if op.kind == "adjustable"}
 
 
 # Through AOTAutograd.
 
 
 def aten_graphs(model: nn.Module, x: Tensor, precision: str) -> tuple[fx.Graph, fx.Graph]:
-    """The graphs of forward and backward that the inner compiler would get, recomputation decided
-    as Inductor decides it.
+    """Return the forward and backward graphs that the inner compiler would get, partitioned as by
+    Inductor.
     """
     graphs: list[fx.Graph] = []
 
@@ -72,7 +71,7 @@ def aten_graphs(model: nn.Module, x: Tensor, precision: str) -> tuple[fx.Graph, 
 
 
 def operators_of(graph: fx.Graph, *names: str) -> set[str]:
-    """The operators that ATen nodes of these names belong to; each must belong to one."""
+    """Return the operators of the ATen nodes with these names; each node must have one."""
     nodes = [
         node
         for node in graph.nodes
@@ -113,7 +112,7 @@ def test_recomputed_nodes_carry_the_id(precision: str, product: str) -> None:
     assert operators_of(backward, "relu") == {"body.layers.1/relu"}
 
 
-# What counts.
+# Paths and numbers in ids.
 
 
 def test_modules_called_twice_and_operators_outside_modules() -> None:
@@ -171,12 +170,12 @@ def test_operators_inside_a_module_that_is_no_leaf() -> None:
 @pytest.mark.parametrize("how", ["module", "function", "in place", "part of another"])
 def test_ids_do_not_depend_on_how_the_model_is_compiled(how: str) -> None:
     model, x = build(Perceptron), torch.randn(4, 16)
-    wanted = ids(model, x)
-    found: list[str] = []
+    expected = ids(model, x)
+    actual: list[str] = []
 
     @qsync_fx.graph_pass
     def collect(graph: qsync_fx.PrecisionGraph) -> None:
-        found.extend(str(op.id) for op in graph.operators())
+        actual.extend(str(op.id) for op in graph.operators())
 
     def step(network: nn.Module, x: Tensor) -> Tensor:
         return network(x)
@@ -187,11 +186,11 @@ def test_ids_do_not_depend_on_how_the_model_is_compiled(how: str) -> None:
         compiled(step, passes=[collect])(model, x)
     elif how == "part of another":
         compiled(nn.Sequential(model), passes=[collect])(x)
-        wanted = [f"0.{name}" for name in wanted]
+        expected = [f"0.{name}" for name in expected]
     else:
         model.compile(backend="qsync", options={"inner_backend": "aot_eager", "passes": [collect]})
         model(x)
-    assert found == wanted
+    assert actual == expected
 
 
 # Across graph breaks.
@@ -235,30 +234,30 @@ class Breaking(nn.Module):
 )
 def test_the_same_ids_with_graph_breaks_as_without(breaks: tuple[str, ...]) -> None:
     x = torch.randn(4, 16)
-    whole = qsync_fx.explain(Breaking(), x)
+    unbroken = qsync_fx.explain(Breaking(), x)
     broken = qsync_fx.explain(Breaking(*breaks), x)
-    assert len(whole.graphs) == 1
+    assert len(unbroken.graphs) == 1
     assert len(broken.graphs) > 1
-    wanted, found = ([str(op.id) for op in e.operators] for e in (whole, broken))
+    expected, actual = ([str(op.id) for op in e.operators] for e in (unbroken, broken))
     if "layer" in breaks:
-        # What follows a module that breaks, and stands in no module itself, goes by the last module
-        # that was seen before it.
-        outside = {name for name in wanted if name.startswith("/")}
-        assert [name for name in found if not name.startswith("/")] == [
-            name for name in wanted if name not in outside
+        # An operator outside of modules that follows a module with a graph break has the name of
+        # the last module seen before it.
+        outside = {name for name in expected if name.startswith("/")}
+        assert [name for name in actual if not name.startswith("/")] == [
+            name for name in expected if name not in outside
         ]
-        assert len(found) == len(set(found)) == len(wanted)
+        assert len(actual) == len(set(actual)) == len(expected)
     else:
-        assert found == wanted
+        assert actual == expected
 
 
 def test_layers_with_shared_code_follow_separate_plans() -> None:
     plan = Plan("fp32", patterns=[("one", "int8"), ("two.second", "bf16")])
     x = torch.randn(4, 16)
-    found = precisions(Breaking("layer"), x, plan=plan)
-    assert found["one.first/linear"] == found["one.second/linear"] == "int8"
-    assert found["two.first/linear"] == "fp32"
-    assert found["two.second/linear"] == "bf16"
+    formats = precisions(Breaking("layer"), x, plan=plan)
+    assert formats["one.first/linear"] == formats["one.second/linear"] == "int8"
+    assert formats["two.first/linear"] == "fp32"
+    assert formats["two.second/linear"] == "bf16"
     broken = build(lambda: Breaking("layer"))
     error = (compiled(broken, plan=plan, rounding="nearest")(x) - broken(x)).abs().max()
     assert 1e-5 < error < 0.01
@@ -301,19 +300,17 @@ def test_more_layers_than_the_recompile_limit() -> None:
 
 
 def test_ids_are_the_same_when_code_is_compiled_again() -> None:
-    """For another batch size, or in evaluation, a graph is traced anew, and so is what follows a
-    graph break.
-    """
-    found: list[list[str]] = []
+    """Another batch size, or evaluation, retraces a graph and the graph after its break."""
+    recorded: list[list[str]] = []
 
     @qsync_fx.graph_pass
     def collect(graph: qsync_fx.PrecisionGraph) -> None:
-        found.append([str(op.id) for op in graph.operators()])
+        recorded.append([str(op.id) for op in graph.operators()])
 
     model = compiled(Breaking("model"), passes=[collect])
     for batch in (4, 5):
         model(torch.randn(batch, 16))
     with torch.no_grad():
         model(torch.randn(4, 16))
-    assert len(found) == 6
-    assert found[0:2] == found[2:4] == found[4:6]
+    assert len(recorded) == 6
+    assert recorded[0:2] == recorded[2:4] == recorded[4:6]

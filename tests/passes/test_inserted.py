@@ -1,5 +1,5 @@
-"""What a user's pass puts into a graph: it has an id, a kind, a reason and a line, and what is
-wrong with it is told.
+"""Nodes that a custom pass inserts into a graph: id, kind, reason, source line and cost, and their
+training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qsync_fx.plan import Plan
 from tests.support import tiers
 from tests.support.compiling.inserting import PLACES, Net, behind, explain, put_in, relu, trained
 
-# An operator that has no value of its own: `graph.call_function`, and nothing else.
+# Operators inserted by `graph.call_function` alone, without a value.
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
@@ -28,17 +28,17 @@ from tests.support.compiling.inserting import PLACES, Net, behind, explain, put_
 def test_an_operator_has_its_place_wherever_it_was_put_in(after: str, precision: str) -> None:
     step = behind("body/linear", relu, after)
     explanation = explain(step, precision=precision)
-    (found_op,) = put_in(explanation).values()
-    assert str(found_op.id) == "body/tap.relu"
-    assert found_op.reason.startswith("inserted by tap; ")
-    assert found_op.source is not None
-    assert "self.body(x)" in found_op.source.code
-    assert found_op.precision is found_op.output is not None
-    assert str(found_op.precision) == "bf16"
-    assert found_op.kind == ("fixed" if after in PLACES[5:] else "dependent")
-    assert found_op.note.cost is not None
-    assert found_op.note.cost.bytes > 0
-    others = [str(op.id) for op in explanation.operators if op is not found_op and not op.note.by]
+    (inserted,) = put_in(explanation).values()
+    assert str(inserted.id) == "body/tap.relu"
+    assert inserted.reason.startswith("inserted by tap; ")
+    assert inserted.source is not None
+    assert "self.body(x)" in inserted.source.code
+    assert inserted.precision is inserted.output is not None
+    assert str(inserted.precision) == "bf16"
+    assert inserted.kind == ("fixed" if after in PLACES[5:] else "dependent")
+    assert inserted.note.cost is not None
+    assert inserted.note.cost.bytes > 0
+    others = [str(op.id) for op in explanation.operators if op is not inserted and not op.note.by]
     assert others == [str(op.id) for op in explain(precision=precision).operators]
 
     class Written(Net):
@@ -53,14 +53,14 @@ def test_an_operator_has_its_place_wherever_it_was_put_in(after: str, precision:
     plain = Net()
     plain.load_state_dict(model.state_dict())
     torch.manual_seed(1)
-    found = trained(
+    actual = trained(
         plain, x, torch.compile(plain, backend="qsync", options={**compiled, "passes": [step]})
     )
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_before_normalize_too() -> None:
-    """There the graph is as Dynamo writes it: functions of torch, none with an id."""
+    """That graph is as Dynamo creates it: functions of torch without ids."""
 
     @qsync_fx.graph_pass(before="normalize")
     def early(graph: PrecisionGraph) -> None:
@@ -88,10 +88,10 @@ def test_reports_show_inserted_nodes(tmp_path: Any, capsys: pytest.CaptureFixtur
     assert "inserting.py:" in row
     from qsync_fx.cli.commands.inspect import operator_as_json
 
-    (told,) = (operator_as_json(op) for op in explanation.operators if op.note.by)
-    told = json.loads(json.dumps(told))
-    assert told["id"] == "body/tap.relu"
-    assert told["reason"].startswith("inserted by tap; ")
+    (record,) = (operator_as_json(op) for op in explanation.operators if op.note.by)
+    record = json.loads(json.dumps(record))
+    assert record["id"] == "body/tap.relu"
+    assert record["reason"].startswith("inserted by tap; ")
     explanation.save_dot(tmp_path / "net.dot")
     assert "body/tap.relu" in (tmp_path / "net.dot").read_text()
     assert "inserted by tap" in (tmp_path / "net.dot").read_text()
@@ -113,7 +113,7 @@ def test_compiled_graph_shows_inserted_nodes() -> None:
     assert "inserted by tap" in str(qsync_fx.plan_coverage(model))
 
 
-# Operators that a plan decides on.
+# Adjustable operators.
 
 
 def with_adapter(
@@ -121,8 +121,8 @@ def with_adapter(
 ) -> qsync_fx.GraphPass:
     def adapter(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
         graph.module.register_parameter("adapter", weight)
-        held = graph.graph.get_attr("adapter")
-        product = graph.graph.call_function(torch.ops.aten.linear.default, (node, held))
+        parameter = graph.graph.get_attr("adapter")
+        product = graph.graph.call_function(torch.ops.aten.linear.default, (node, parameter))
         return graph.graph.call_function(torch.ops.aten.add.Tensor, (node, product))
 
     return behind(where, adapter, after, "adapter")
@@ -154,8 +154,8 @@ def test_product_with_a_parameter_of_the_pass_trains(after: str, inner_backend: 
         backend="qsync",
         options={"precision": "fp32", "inner_backend": inner_backend, "passes": [step]},
     )
-    found, _ = trained(model, x, run)
-    torch.testing.assert_close(found, expected.detach())
+    actual, _ = trained(model, x, run)
+    torch.testing.assert_close(actual, expected.detach())
     assert weight.grad is not None
     torch.testing.assert_close([weight.grad, model.body.weight.grad], list(gradients))
 
@@ -169,7 +169,7 @@ def test_plan_applies_to_nodes_inserted_before_it(after: str) -> None:
     assert (product.kind, str(product.precision)) == ("adjustable", "int8")
     assert product.reason.startswith("inserted by adapter; plan: pattern")
     assert "qsync.linear" in explanation.graph()
-    # A plan made of the explanation is one for the model with the pass.
+    # The plan of the explanation is valid for the model with the pass.
     assert explain(step, plan=explanation.plan()).plan().operators == explanation.plan().operators
 
 
@@ -238,15 +238,15 @@ def test_in_a_checkpointed_region(after: str) -> None:
         backend="qsync",
         options={"precision": "fp32", "inner_backend": "aot_eager", "passes": [step]},
     )
-    found, _ = trained(model, x, run)
-    torch.testing.assert_close(found, expected.detach())
+    actual, _ = trained(model, x, run)
+    torch.testing.assert_close(actual, expected.detach())
     torch.testing.assert_close(weight.grad, gradient)
 
 
 @pytest.mark.parametrize("after", ["normalize", "autocast", "classify", "lower"])
 def test_in_a_region_of_autocast(after: str) -> None:
-    """The region that the model writes holds for what stands beside its operators, and gives way to
-    a plan as it does for them.
+    """An inserted operator is in the autocast region of its neighbours, and a plan overrides the
+    region for both.
     """
 
     class Region(Net):
@@ -281,12 +281,14 @@ def test_several_results_and_several_graphs() -> None:
             users = list(op.node.users)
             with graph.graph.inserting_before(op.node.next):
                 pair = graph.graph.call_function(torch.ops.aten.split.Tensor, (op.node, 4, -1))
-                parts = [graph.graph.call_function(operator.getitem, (pair, at)) for at in range(2)]
+                parts = [
+                    graph.graph.call_function(operator.getitem, (pair, index)) for index in range(2)
+                ]
                 halves = graph.graph.call_function(torch.chunk, (op.node, 2, -1))
                 other = graph.graph.call_function(operator.getitem, (halves, 0))
-                whole = graph.graph.call_function(torch.cat, ([parts[1], other], -1))
+                joined = graph.graph.call_function(torch.cat, ([parts[1], other], -1))
             for user in users:
-                user.replace_input_with(op.node, whole)
+                user.replace_input_with(op.node, joined)
 
     explanation = explain(halves, model=Broken(), precision="bf16")
     assert len(explanation.graphs) == 2

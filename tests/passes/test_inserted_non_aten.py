@@ -1,4 +1,4 @@
-"""What a user's pass puts in that is no operator of ATen, and what cannot be put in."""
+"""Inserted nodes that are not ATen operators, and nodes that cannot be inserted."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import qsync_fx
 from qsync_fx.errors import PassError
 from qsync_fx.graph import PrecisionGraph
 from tests.support.compiling.inserting import Net, Put, behind, explain, put_in, relu
-
-# Code that is no operator of ATen, and what cannot be.
 
 
 class Scale(nn.Module):
@@ -74,8 +72,8 @@ def unknown_module(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
 
 
 def unknown_attribute(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
-    held = graph.graph.create_node("get_attr", "nowhere")
-    return graph.graph.call_function(torch.ops.aten.mul.Tensor, (node, held))
+    attribute = graph.graph.create_node("get_attr", "nowhere")
+    return graph.graph.call_function(torch.ops.aten.mul.Tensor, (node, attribute))
 
 
 def no_tensor(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
@@ -102,8 +100,8 @@ def test_insertion_without_computation_is_an_error(put: Put, says: str, after: s
 
 
 def test_quantized_placeholders_are_limited_to_products() -> None:
-    """`qsync::dequantize` has no gradient, and is gone after `lower`: whoever else reads it would
-    train nothing.
+    """`qsync::dequantize` has no gradient, and `lower` removes it: another reader would not
+    train.
     """
 
     def run(graph: PrecisionGraph) -> None:

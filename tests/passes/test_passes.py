@@ -1,4 +1,4 @@
-"""Custom passes: where they run, what they may do, and what they are told."""
+"""Custom passes: position, scope, decisions and inserted nodes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def keep_head_fp32(graph: qsync_fx.PrecisionGraph) -> None:
 
 
 def test_a_custom_pass_decides() -> None:
-    found = {str(op.id): op for op in explain(keep_head_fp32, precision="int8").operators}
-    assert str(found["classifier/linear"].precision) == "fp32"
-    assert found["classifier/linear"].reason == "the head stays in FP32"
-    assert str(found["body/linear"].precision) == "int8"
+    operators = {str(op.id): op for op in explain(keep_head_fp32, precision="int8").operators}
+    assert str(operators["classifier/linear"].precision) == "fp32"
+    assert operators["classifier/linear"].reason == "the head stays in FP32"
+    assert str(operators["body/linear"].precision) == "int8"
 
 
 def test_a_custom_pass_trains() -> None:
@@ -79,9 +79,9 @@ def test_an_assignment_outlives_the_plan() -> None:
         for op in graph.operators(kind="adjustable", pattern="body"):
             op.assign("fp32", reason="before the plan speaks")
 
-    found = {str(op.id): str(op.precision) for op in explain(early).operators}
-    assert found["body/linear"] == "fp32"
-    assert found["classifier/linear"] == "bf16"
+    precisions = {str(op.id): str(op.precision) for op in explain(early).operators}
+    assert precisions["body/linear"] == "fp32"
+    assert precisions["classifier/linear"] == "bf16"
 
 
 @pytest.mark.parametrize("returned", ["a graph", "a module", "text"])
@@ -98,7 +98,9 @@ def test_pass_with_a_return_value_is_an_error(returned: str) -> None:
 
 
 class _Counts:
-    """A pass as a package may bring one: what it is called with is noted."""
+    """Pass without a base class, as another package may define it; records for each graph whether
+    it is a body.
+    """
 
     name = "counts"
     after = "cascade"
@@ -151,14 +153,14 @@ def test_nodes_inserted_after_lowering_count_to_an_operator() -> None:
             graph.graph.call_function(torch.ops.aten.neg.default, (first,))
 
     explanation = explain(tap)
-    known = {str(operator.id) for operator in explanation.operators}
+    ids = {str(operator.id) for operator in explanation.operators}
     put_in = [
         node
         for node in explanation.graph_module("tap").graph.nodes
         if node.target is torch.ops.aten.neg.default
     ]
     assert [
-        charge.owner in known
+        charge.owner in ids
         for node in put_in
         if (charge := node_metadata.charged(node)) is not None
     ] == [True]

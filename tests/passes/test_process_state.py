@@ -36,7 +36,7 @@ def _fresh() -> Iterator[None]:
 
 
 def process_state() -> dict[str, Any]:
-    """Return all state of the process that a call in a graph of Dynamo's may change."""
+    """Return all state of the process that a call in a Dynamo graph may change."""
     devices = ("cpu", "cuda")
     cuda = torch.backends.cuda
     return {
@@ -217,7 +217,7 @@ CONTEXTS = (
 )
 FUNCTIONS: dict[str, Function] = TRANSFORMS | {function.__name__: function for function in CONTEXTS}
 DRAWS = ("with_random_numbers",)
-"""Inductor draws other random numbers than eager mode."""
+"""Functions for which Inductor draws other random numbers than eager mode."""
 
 
 def outcome(function: Function) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
@@ -332,7 +332,9 @@ def test_switches_of_a_body_that_cannot_be_traced_do_not_outlast_it(
 
 @pytest.mark.parametrize("inner_backend", ["eager", "aot_eager"])
 def test_opaque_call_is_unpacked_as_by_dynamo(inner_backend: str) -> None:
-    """`vjp` pulls back after its level, in a call that cannot be re-traced and returns a tuple."""
+    """`vjp` calls its pullback after its functorch level ends. The call cannot be re-traced and
+    returns a tuple.
+    """
 
     def function(x: Tensor, y: Tensor) -> Tensor:
         result, pull = vjp(torch.mul, x, y)

@@ -1,4 +1,4 @@
-"""What a user's pass puts in the place of an operator, by itself or as a rewrite."""
+"""Operators that a custom pass replaces, by itself or as a rewrite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qsync_fx.graph import PrecisionGraph
 from qsync_fx.plan import Plan
 from tests.support.compiling.inserting import PLACES, Net, behind, explain, put_in, trained
 
-# What takes the place of an operator.
+# Replacements and copies.
 
 
 @pytest.mark.parametrize("after", ["normalize", "classify", "assign", "cascade", "insert_casts"])
@@ -43,8 +43,8 @@ def test_copy_of_an_operator_is_distinct() -> None:
         return graph.graph.call_function(torch.ops.aten.add.Tensor, (node, copy))
 
     for after in PLACES[:5]:
-        found = put_in(explain(behind("body/linear", again, after), precision="bf16"))
-        assert list(found) == ["body/tap.linear", "body/tap.add"]
+        inserted = put_in(explain(behind("body/linear", again, after), precision="bf16"))
+        assert list(inserted) == ["body/tap.linear", "body/tap.add"]
 
 
 # Rewrites.
@@ -87,9 +87,9 @@ def test_a_rewrite_runs_at_any_place(after: str, precision: str) -> None:
         backend="qsync",
         options={"precision": precision, "inner_backend": "aot_eager", "passes": [step]},
     )
-    found, grads = trained(model, x, run)
+    actual, grads = trained(model, x, run)
     torch.testing.assert_close(
-        found, expected.detach(), rtol=0.1, atol=1e-6 if precision == "fp32" else 0.1
+        actual, expected.detach(), rtol=0.1, atol=1e-6 if precision == "fp32" else 0.1
     )
     assert grads.keys() == dict(model.named_parameters()).keys()
 

@@ -1,8 +1,8 @@
-"""Values that go past autograd and the dispatcher: `.data`, straight-through estimators, writes to
+"""Values that bypass autograd and the dispatcher: `.data`, straight-through estimators, writes to
 `.data`, updates in the forward pass.
 
-Re-tracing sees what passes the dispatcher. What does not must reach the compiled code all the same,
-never as a constant.
+Re-tracing records only calls through the dispatcher. All other values must reach the compiled code,
+too, never as constants.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _fresh() -> None:
 
 
 class Two(nn.Module):
-    """Two layers, a buffer, and a forward pass that is given."""
+    """Two layers, a buffer, and a forward pass that is an argument."""
 
     def __init__(self, forward: Forward) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ def straight_through(model: Two, x: Tensor) -> Tensor:
 
 
 def straight_through_a_checkpoint(model: Two, x: Tensor) -> Tensor:
-    found: Tensor = checkpoint(straight_through, model, x, use_reentrant=False)
-    return found
+    output: Tensor = checkpoint(straight_through, model, x, use_reentrant=False)
+    return output
 
 
 def one_hot_straight_through(model: Two, x: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ class _Identity(torch.autograd.Function):
 
 
 def own_function(model: Two, x: Tensor) -> Tensor:
-    found: Tensor = model.second(_Identity.apply(model.first(x)))  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = model.second(_Identity.apply(model.first(x)))  # type: ignore[no-untyped-call]
+    return output
 
 
 def moving_average(model: Two, x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ CALLS = (
 
 
 def two_steps(model: nn.Module, call: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Runs two steps without an update; returns outputs and buffers, and the gradients."""
+    """Run two steps without an update; return outputs and buffers, and the gradients."""
     torch.manual_seed(1)
     x = torch.randn(32, 16, requires_grad=True)
     outputs = {}
@@ -169,8 +169,8 @@ def two_steps(model: nn.Module, call: Any) -> tuple[dict[str, Tensor], dict[str,
         assert type(out) is Tensor
         outputs[f"step {step}"] = out.detach().clone()
         (out * torch.linspace(-1, 1, 16)).sum().backward()
-    found = gradients(model) | ({} if x.grad is None else {"x": x.grad})
-    return outputs | {name: t.clone() for name, t in model.state_dict().items()}, found
+    grads = gradients(model) | ({} if x.grad is None else {"x": x.grad})
+    return outputs | {name: t.clone() for name, t in model.state_dict().items()}, grads
 
 
 @pytest.mark.parametrize("forward", CALLS, ids=lambda forward: forward.__name__)
@@ -192,8 +192,8 @@ def test_values_that_autograd_does_not_see(forward: Forward) -> None:
 
 
 def test_eager_preserves_detached_data() -> None:
-    """A write to `.data` is none for autograd, while one to what `detach` gives makes it refuse the
-    backward pass.
+    """Autograd does not see a write to `.data`. After a write to the result of `detach` it rejects
+    the backward pass.
     """
 
     def through_data(x: Tensor) -> Tensor:
@@ -208,8 +208,8 @@ def test_eager_preserves_detached_data() -> None:
 
     x = torch.ones(3, requires_grad=True)
     for wrapped in (through_data, compiled(through_data, precision="fp32", inner_backend="eager")):
-        (found,) = torch.autograd.grad(wrapped(x).sum(), x)
-        assert torch.equal(found, 2 * x.detach().exp())
+        (gradient,) = torch.autograd.grad(wrapped(x).sum(), x)
+        assert torch.equal(gradient, 2 * x.detach().exp())
     for wrapped in (
         through_detach,
         compiled(through_detach, precision="fp32", inner_backend="eager"),
@@ -224,17 +224,15 @@ def hiding(y: Tensor) -> Tensor:
 
 
 def test_a_function_that_hides_a_value_stays_as_it_is() -> None:
-    """Dynamo does not look into it, so that only tracing comes upon `.data`, where it sees
-    nothing.
-    """
+    """Dynamo does not trace into the function, and re-tracing does not see its read of `.data`."""
 
     def forward(model: Two, x: Tensor) -> Tensor:
         return model.second(hiding(model.first(x)))
 
     test_values_that_autograd_does_not_see(forward)
     explanation = qsync_fx.explain(Two(forward), torch.randn(4, 16), options={"precision": "bf16"})
-    (kept,) = (op for op in explanation.operators if op.id.operator == "hiding")
-    assert "cannot be re-traced" in kept.reason
+    (opaque,) = (op for op in explanation.operators if op.id.operator == "hiding")
+    assert "cannot be re-traced" in opaque.reason
     assert any("hiding" in text for text in explanation.unknown)
     assert [str(op.precision) for op in explanation.operators if op.kind == "adjustable"] == [
         "bf16",

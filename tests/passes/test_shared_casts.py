@@ -1,4 +1,4 @@
-"""Where casts stand: one for all readers of a tensor, none past a write, and none where two would
+"""Positions of casts: one for all readers of a tensor, a new one after a write, none if two would
 cancel.
 """
 
@@ -11,7 +11,7 @@ import qsync_fx
 
 
 def test_no_cast_outlives_a_write() -> None:
-    """`x` is written to between two readers: each needs its own cast."""
+    """A write to `x` is between two readers: each needs its own cast."""
 
     def model(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
         x = x.clone()
@@ -50,8 +50,8 @@ def test_a_tensor_is_cast_once_for_all_its_readers() -> None:
 
 
 def test_write_ends_sharing_of_aliased_casts_only() -> None:
-    """A batch norm writes its statistics and counts its batches, between the two readers of the
-    block's input.
+    """Between the two readers of the block's input, a batch norm writes its statistics and counts
+    its batches.
     """
 
     class Block(nn.Module):
@@ -100,7 +100,7 @@ def test_operators_without_a_lowering_share_their_casts() -> None:
 
 
 def test_inverse_casts_cancel() -> None:
-    """Autocast's BF16 cast in front of an operator planned in FP32 leaves no trace."""
+    """Autocast's BF16 cast before an operator planned in FP32 is removed."""
 
     def model(x: Tensor, weight: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -1,5 +1,5 @@
-"""The option "skip_unprofitable": what is as fast in a wider format runs in it and says why; what a
-plan names does not.
+"""Option "skip_unprofitable": a layer that is not faster in the planned format runs in a wider one,
+with a reason, unless the plan names it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ROWS = 512
 
 
 class Net(nn.Module):
-    """Layers that are large enough for INT8, for BF16 and for neither, and convolutions that are
-    for INT8 and are not.
+    """Layers large enough for INT8, for BF16 and for neither, and convolutions for which INT8 pays
+    and does not.
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Net(nn.Module):
 
     def forward(self, images: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
         large = self.large(rows)
-        # A product of two activations has no weight: what computes it is no layer's kernel.
-        alike = torch.matmul(rows, large.t())
+        # A product of two activations has no weight, so no layer kernel computes it.
+        product = torch.matmul(rows, large.t())
         return (
             self.grouped(self.step(self.wide(self.thin(images)))),
             self.middle(large),
             self.small(large),
-            alike,
+            product,
         )
 
 
@@ -60,8 +60,8 @@ class Net(nn.Module):
 def counting_as(
     native: bool, by_onednn: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """On a CPU with a unit for INT8 that the native module has a path for, one that oneDNN has, and
-    one for BF16, or without.
+    """Patch the CPU to have an INT8 unit that the native module supports, one that oneDNN supports,
+    and a BF16 unit, or not.
     """
     for where in (format_support, cpu_kernels, convolution):
         monkeypatch.setattr(where, "native_integer_products", lambda: native)
@@ -85,7 +85,7 @@ def explained(**options: Any) -> qsync_fx.diagnostics.Explanation:
 
 
 def layers_of(explanation: qsync_fx.diagnostics.Explanation) -> dict[str, tuple[str, str]]:
-    """The precision and the reason of each layer."""
+    """Return the precision and the reason of each layer."""
     layers = [op for op in explanation.operators if op.kind == "adjustable" and op.id.module]
     return {op.id.module: (str(op.precision), op.reason) for op in layers}
 
@@ -93,8 +93,8 @@ def layers_of(explanation: qsync_fx.diagnostics.Explanation) -> dict[str, tuple[
 def found(
     unit: bool, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> dict[str, tuple[str, str]]:
-    """The precision and the reason of each layer, on a CPU with a unit for INT8 and BF16 or
-    without.
+    """Return the precision and the reason of each layer, on a CPU with or without units for INT8
+    and BF16.
     """
     with counting_as(unit, unit, unit, monkeypatch):
         return layers_of(explained(**options))
@@ -131,9 +131,7 @@ def test_without_a_unit_it_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", ["int8", "int8_grad"])
 def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path of the native module without a unit, as QSYNC_CPU_ISA=avx2 asks for, where oneDNN has
-    one.
-    """
+    """The native module's path has no unit, as with QSYNC_CPU_ISA=avx2, but oneDNN has one."""
     with counting_as(False, True, True, monkeypatch):
         layers, text = (
             layers_of(explained(precision=precision, skip_unprofitable=True)),
@@ -148,7 +146,7 @@ def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch)
         "in a format that is not faster here: 7 operators, such as large/linear (the native "
         "module's path has no unit" in text
     )
-    # Without a unit for BF16 what is wider is FP32, which oneDNN's unit is faster than.
+    # Without a BF16 unit the wider format is FP32, and oneDNN's INT8 unit is faster than FP32.
     with counting_as(False, True, False, monkeypatch):
         layers = layers_of(explained(precision=precision, skip_unprofitable=True))
     assert {name for name, (fmt, _) in layers.items() if fmt == precision} == {"large"}
@@ -165,20 +163,20 @@ def test_unprofitable_operators_are_reported_without_the_option(
         "instead"
     )
     with counting_as(True, True, True, monkeypatch):
-        asked = explained(precision="int8")
-        assert line in str(asked).splitlines()
-        assert line in str(asked.replanned(Plan("int8"))).splitlines()
+        explanation = explained(precision="int8")
+        assert line in str(explanation).splitlines()
+        assert line in str(explanation.replanned(Plan("int8"))).splitlines()
         for options in ({"skip_unprofitable": True}, {"emulate_unsupported": True}):
             assert "not faster here" not in str(explained(precision="int8", **options))
         for none in (
             explained(),
             explained(precision="fp32"),
-            asked.replanned(Plan("fp32", patterns=[("*", "int8")])),
+            explanation.replanned(Plan("fp32", patterns=[("*", "int8")])),
         ):
             assert "not faster here" not in str(none)
         plan = Plan("int8", patterns=[("*", "fp32")], operators={"small/linear": "int8"})
         assert "not faster here" not in str(explained(plan=plan)), "what a plan names is obeyed"
-        one = str(
+        text = str(
             explained(
                 plan=Plan(
                     "int8",
@@ -188,12 +186,14 @@ def test_unprofitable_operators_are_reported_without_the_option(
         )
     assert (
         "in a format that is not faster here: 1 operator, such as middle/linear (512 x 16 x 1024 "
-        "is too small for int8 to pay);" in one
+        "is too small for int8 to pay);" in text
     )
     model = nn.Linear(8, 8).bfloat16()
     with torch.no_grad():
-        held = qsync_fx.explain(model, torch.randn(2, 8).bfloat16(), options={"precision": "bf16"})
-    assert "not faster here" not in str(held), "what the model holds stays"
+        preserved = qsync_fx.explain(
+            model, torch.randn(2, 8).bfloat16(), options={"precision": "bf16"}
+        )
+    assert "not faster here" not in str(preserved), "what the model holds stays"
 
 
 def test_named_operators_follow_the_plan(
@@ -208,13 +208,11 @@ def test_named_operators_follow_the_plan(
 
 
 def test_dtype_of_the_model_is_preserved() -> None:
-    """Of two formats that it could run in, one is that of the model, which is not to be
-    converted.
-    """
-    held = nn.Linear(8, 8).bfloat16()
+    """One of the two candidate formats is the dtype of the model, which is not to be converted."""
+    model = nn.Linear(8, 8).bfloat16()
     with torch.no_grad():
         explained = qsync_fx.explain(
-            held,
+            model,
             torch.randn(2, 8).bfloat16(),
             options={"precision": "int8", "skip_unprofitable": True},
         )
@@ -260,12 +258,12 @@ source = "made up"
 peak = 4e11
 source = "made up"
 """
-"""A device on which a layer that is small here is large enough for INT8."""
+"""A device on which INT8 pays for smaller layers than on real devices."""
 
 
 class OnGpu(nn.Module):
-    """Layers that a GPU with BF16 has no use for INT8 in, one that it has, and one that a plan
-    names.
+    """Layers for which INT8 does not pay on a GPU with BF16, one for which it does, and one that a
+    plan names.
     """
 
     def __init__(self) -> None:
@@ -288,16 +286,16 @@ def test_wide_gpu_product_is_not_quantized(scaling: str, tmp_path: Path) -> None
     gpu = tmp_path / "slow.toml"
     gpu.write_text(SLOW_GPU)
     model, inputs = OnGpu(), (torch.randn(256, 256), torch.randn(1, 32, 6, 6))
-    how = {"plan": Plan("int8_grad", patterns=[("named", "int8_grad")]), "scaling": scaling}
-    found = {
+    settings = {"plan": Plan("int8_grad", patterns=[("named", "int8_grad")]), "scaling": scaling}
+    explanations = {
         asked: qsync_fx.explain(
-            model, *inputs, options={**how, "skip_unprofitable": asked, "target": str(gpu)}
+            model, *inputs, options={**settings, "skip_unprofitable": asked, "target": str(gpu)}
         )
         for asked in (True, False)
     }
 
     def layers(asked: bool) -> dict[str, tuple[str, str]]:
-        explained = found[asked].operators
+        explained = explanations[asked].operators
         return {
             op.id.module: (str(op.precision), op.reason)
             for op in explained
@@ -305,7 +303,7 @@ def test_wide_gpu_product_is_not_quantized(scaling: str, tmp_path: Path) -> None
         }
 
     def quantized(asked: bool) -> int:
-        nodes = found[asked].graph_module("lower").graph.nodes
+        nodes = explanations[asked].graph_module("lower").graph.nodes
         return sum(node.target is torch.ops.qsync.quantize.default for node in nodes)
 
     wide = layers(True)
@@ -320,12 +318,12 @@ def test_wide_gpu_product_is_not_quantized(scaling: str, tmp_path: Path) -> None
     )
     none = "there are no kernels for layers like it, so it runs in bf16"
     assert wide["groups"][1] == f"plan: default int8_grad; {none}"
-    # A kernel of images takes one scale for all of them.
+    # A convolution kernel supports one scale for all images.
     reason = {"channel": "sm_80 has no kernel for this", "tensor": "int8_grad is estimated"}[
         scaling
     ]
     assert reason in wide["image"][1]
-    # A plan's own entries are obeyed, and without the option all is.
+    # The patterns of a plan are followed, and without the option its default, too.
     assert "CUTLASS sm_80 kernels for output" in wide["named"][1]
     assert {fmt for fmt, _ in layers(False).values()} == {"int8_grad"}
     assert (quantized(True), quantized(False)) == (4, 8)
@@ -333,7 +331,9 @@ def test_wide_gpu_product_is_not_quantized(scaling: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("target", ["t4", "h200", "b200"])
 def test_by_default_a_precision_is_only_used_on_gpus_where_it_pays(target: str) -> None:
-    """A plan is obeyed, and so is the option; on a CPU all layers are in the precision."""
+    """A plan, `skip_unprofitable=False` and emulation override this default; on a CPU all layers
+    are in the precision.
+    """
     model, x = nn.Linear(64, 64), torch.randn(32, 64)
 
     def layer(**options: Any) -> tuple[str, str]:
@@ -354,10 +354,10 @@ def test_by_default_a_precision_is_only_used_on_gpus_where_it_pays(target: str) 
 
 
 def test_tuning_table_decides_on_a_gpu() -> None:
-    """A table in which BF16 is as fast for one product leaves it out, though it is large; one in
-    which INT8 wins keeps what is small.
+    """A layer runs in BF16 if BF16 is as fast in the table, and in INT8 if INT8 is faster,
+    regardless of its size.
     """
-    # What reads the layer lets it give out BF16.
+    # The reader of the layer allows it to output BF16.
     model, x = nn.Sequential(nn.Linear(64, 96), nn.ReLU()), torch.randn(32, 64)
     options = {"precision": "int8", "skip_unprofitable": True}
     (problem, *_) = problems_of(

@@ -1,7 +1,7 @@
-"""A rewritten graph has the strides and aliases that the model had when it was traced.
+"""Strides and aliases of a rewritten graph: equal to the model's during tracing.
 
 Dynamo's graph lacks a `contiguous()` without an effect, and contains the results of
-`is_contiguous()` and `stride()`. Invariant: `view` and `as_strided` behind an operator that a pass
+`is_contiguous()` and `stride()`. Invariant: `view` and `as_strided` after an operator that a pass
 or a decomposition replaces return the values of eager mode.
 """
 
@@ -29,7 +29,7 @@ Function = Callable[..., Tensor]
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A CPU that computes BF16, whichever is at hand, and an empty cache of compiled code."""
+    """Patch the CPU to compute BF16 by default, and clear the cache of compiled code."""
     monkeypatch.setattr(saved_tensors, "default_precision", lambda device: precision("bf16"))
     torch._dynamo.reset()
     yield
@@ -37,7 +37,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Calling(nn.Module):
-    """A function of an input and of parameters."""
+    """Module that calls a function with its input and its parameters."""
 
     def __init__(self, function: Function, *weights: Tensor) -> None:
         super().__init__()
@@ -209,9 +209,12 @@ def test_views_after_rewritten_nodes_equal_eager(name: str, fmt: str, inner_back
         ),
         x,
     )
-    for one, other in zip(result, expected, strict=True):
-        assert one.shape == other.shape
-        assert float((one - other).norm() / other.norm()) < {"bf16": 0.03, "int8": 0.15}[fmt]
+    for actual, reference in zip(result, expected, strict=True):
+        assert actual.shape == reference.shape
+        assert (
+            float((actual - reference).norm() / reference.norm())
+            < {"bf16": 0.03, "int8": 0.15}[fmt]
+        )
 
 
 def layouts(shape: Sequence[int]) -> Iterator[Tensor]:
@@ -270,8 +273,8 @@ def test_layers_and_their_gradients_have_the_strides_of_torch(name: str) -> None
                 torch.autograd.grad(y, [leaf, *model.parameters()], gradient, retain_graph=True)
                 for y in results
             )
-            for one, other in zip((results[0], *theirs), (results[1], *ours), strict=True):
-                assert strides(one) == strides(other), (x.stride(), gradient.stride())
+            for expected, actual in zip((results[0], *theirs), (results[1], *ours), strict=True):
+                assert strides(expected) == strides(actual), (x.stride(), gradient.stride())
 
 
 def strides(value: Tensor) -> list[int]:
@@ -318,9 +321,9 @@ def test_decompositions_have_the_strides_of_the_operators() -> None:
                 (2, 7, torch.bfloat16),
             ):
                 w = weight(8, 1, size, size)
-                given = convolution_gradients(x, w, stride, dtype)
-                gradient = given[0].to(memory_format=LAST if last else torch.contiguous_format)
-                calls.append((aten.convolution_backward.default, (gradient, *given[1:])))
+                arguments = convolution_gradients(x, w, stride, dtype)
+                gradient = arguments[0].to(memory_format=LAST if last else torch.contiguous_format)
+                calls.append((aten.convolution_backward.default, (gradient, *arguments[1:])))
         calls.append((aten.native_dropout.default, (x, 0.5, True)))
     table_rows = torch.randn(3, 5, 8).transpose(0, 1)
     calls.append(
@@ -329,27 +332,27 @@ def test_decompositions_have_the_strides_of_the_operators() -> None:
             (table_rows, torch.zeros(5, 3, dtype=torch.int64), 4, -1, False),
         )
     )
-    for operator, given in calls:
-        results = [given_back if isinstance(given_back, tuple) else (given_back,) for given_back in
-                   (operator(*given), table[operator](*given))]  # fmt: skip
-        for one, other in zip(*results, strict=True):
-            if one is not None and one.dtype is not torch.bool:
-                assert strides(one) == strides(other), (
+    for operator, arguments in calls:
+        results = [output if isinstance(output, tuple) else (output,) for output in
+                   (operator(*arguments), table[operator](*arguments))]  # fmt: skip
+        for expected, actual in zip(*results, strict=True):
+            if expected is not None and expected.dtype is not torch.bool:
+                assert strides(expected) == strides(actual), (
                     operator,
-                    [t.stride() for t in given if isinstance(t, Tensor)],
+                    [t.stride() for t in arguments if isinstance(t, Tensor)],
                 )
 
 
 def test_in_order_copies_only_what_has_other_strides() -> None:
     x = torch.randn(2, 3, 4, 5)
     assert in_order(x, (0, 1, 2, 3)) is x
-    turned = x.to(memory_format=LAST)
-    assert in_order(turned, (0, 2, 3, 1)) is turned
+    channels_last = x.to(memory_format=LAST)
+    assert in_order(channels_last, (0, 2, 3, 1)) is channels_last
     copy = in_order(x, (0, 2, 3, 1))
-    assert torch.equal(copy, x) and copy.stride() == turned.stride()
-    one = torch.randn(2, 3, 1, 1)
-    wanted = torch.empty(2, 3, 1, 1, memory_format=LAST)
-    assert in_order(one, memory_order(wanted) or ()).stride() == wanted.stride(), (
+    assert torch.equal(copy, x) and copy.stride() == channels_last.stride()
+    pixel = torch.randn(2, 3, 1, 1)
+    expected = torch.empty(2, 3, 1, 1, memory_format=LAST)
+    assert in_order(pixel, memory_order(expected) or ()).stride() == expected.stride(), (
         "dimensions of size 1, too"
     )
 

@@ -1,4 +1,4 @@
-"""The verifier catches what a pass must not do, and names the pass, the node and the rule."""
+"""Violations that the verifier detects; its error names the pass, the node and the rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.compiling.passes_on_net import explain
 
 
 def narrow_a_linear(graph: qsync_fx.PrecisionGraph) -> None:
-    """Undoes a cast: the linear then reads FP32 where BF16 is planned."""
+    """Remove the casts: a linear operator then reads FP32 where BF16 is planned."""
     for node in graph.nodes:
         if node_metadata.is_cast(node):
             node.replace_all_uses_with(node.args[0])
@@ -82,7 +82,7 @@ def take_one_more(graph: qsync_fx.PrecisionGraph) -> None:
 
 
 def change_strides(graph: qsync_fx.PrecisionGraph) -> None:
-    """Have a product return column-major what the model has row-major."""
+    """Set a product that is row-major in the model to column-major."""
     node = next(op.node for op in graph.operators("adjustable") if graph.value(op.node).dim() == 2)
     node.meta["val"] = graph.value(node).t().contiguous().t()
 

@@ -1,8 +1,6 @@
-"""`qsync_fx.switch_plan`: another plan in the middle of training, with nothing lost but what the
-plan says.
+"""`qsync_fx.switch_plan` during training: only the plan changes, all other state is preserved.
 
-Compilations are counted by torch itself; what runs is told from outputs, which differ from one plan
-to the next.
+torch counts the compilations. The active plan shows in the outputs, which differ between plans.
 """
 
 from __future__ import annotations
@@ -41,31 +39,29 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tens
 
 
 def test_training_continues_after_a_switch() -> None:
-    """The steps after a switch are those of a model compiled with that plan from the start, given
-    the same state.
-    """
+    """Steps after a switch equal steps of a model compiled with that plan, from the same state."""
     model = build(lambda: Perceptron(0.5))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     fast = compiled(model, plan=INT8)
     torch.manual_seed(3)
     for x in batches(3):
         train(fast, optimizer, x)
-    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict())), torch.get_rng_state()
+    snapshot = copy.deepcopy((model.state_dict(), optimizer.state_dict())), torch.get_rng_state()
 
     parameters = [id(p) for p in model.parameters()]
     assert qsync_fx.switch_plan(fast, BF16) is fast
-    assert torch.equal(torch.get_rng_state(), kept[1]), "switching draws no random number"
-    found = [train(fast, optimizer, x) for x in batches(3)]
+    assert torch.equal(torch.get_rng_state(), snapshot[1]), "switching draws no random number"
+    actual = [train(fast, optimizer, x) for x in batches(3)]
     assert [id(p) for p in model.parameters()] == parameters
 
     torch._dynamo.reset()
     again = build(lambda: Perceptron(0.5))
     optimizer_again = torch.optim.AdamW(again.parameters(), lr=0.01)
-    again.load_state_dict(kept[0][0])
-    optimizer_again.load_state_dict(kept[0][1])
-    torch.set_rng_state(kept[1])
-    wanted = [train(compiled(again, plan=BF16), optimizer_again, x) for x in batches(3)]
-    assert torch.equal(torch.stack(found), torch.stack(wanted))
+    again.load_state_dict(snapshot[0][0])
+    optimizer_again.load_state_dict(snapshot[0][1])
+    torch.set_rng_state(snapshot[1])
+    expected = [train(compiled(again, plan=BF16), optimizer_again, x) for x in batches(3)]
+    assert torch.equal(torch.stack(actual), torch.stack(expected))
     assert_equal(model.state_dict(), again.state_dict())
 
 
@@ -105,17 +101,17 @@ def test_a_uniform_plan_is_the_precision_of_that_name() -> None:
 def test_without_a_plan_the_device_decides_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         cpu_kernels.ENOUGH_WORK, 16, 0
-    )  # as of layers that are large enough for BF16
+    )  # as for layers that are large enough for BF16
     model, x = build(Perceptron), torch.randn(4, 16)
     fast = compiled(model)
-    wanted = fast(x)
-    assert not torch.equal(qsync_fx.switch_plan(fast, INT8)(x), wanted)
+    expected = fast(x)
+    assert not torch.equal(qsync_fx.switch_plan(fast, INT8)(x), expected)
     assert compilations(lambda: qsync_fx.switch_plan(fast, None)(x)) == 0
-    assert torch.equal(fast(x), wanted)
+    assert torch.equal(fast(x), expected)
 
 
 def many_plans() -> list[Plan]:
-    """Twenty plans of a perceptron, each of which computes something else."""
+    """Return twenty plans of a perceptron with different results."""
     names = ("fp32", "bf16", "int8", "fp8")
     triples = [(a, b, c) for a in names for b in names for c in names][:20]
     return [
@@ -126,7 +122,7 @@ def many_plans() -> list[Plan]:
 
 @tiers.ALL
 def test_twenty_plans_and_back() -> None:
-    """Dynamo keeps 8 versions of a function, then runs it as it is written; of all of them 256."""
+    """Dynamo compiles 8 versions of a function, 256 in total, and then falls back to eager mode."""
     model, x = build(Perceptron).eval(), torch.randn(64, 16)
     fast, plans = compiled(model, plan=FP32), many_plans()
     assert len(plans) > torch._dynamo.config.recompile_limit
@@ -148,7 +144,7 @@ def test_twenty_plans_and_back() -> None:
 
 
 class Scaled(nn.Module):
-    """Another version for every value of `scale`."""
+    """Module that Dynamo recompiles for every value of `scale`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +184,7 @@ def test_other_options_stay(tmp_path: Path) -> None:
     fast(torch.randn(4, 16))
     BF16.save(tmp_path / "plan.json")
     qsync_fx.switch_plan(fast, tmp_path / "plan.json")
-    (tmp_path / "plan.json").unlink()  # it is read when it is given
+    (tmp_path / "plan.json").unlink()  # switch_plan has read it
     fast(torch.randn(4, 16))
     assert ran == [("floor", "channel", "aot_eager", INT8), ("floor", "channel", "aot_eager", BF16)]
 
@@ -199,10 +195,10 @@ def test_compile_arguments_are_preserved() -> None:
             torch._dynamo.graph_break()
             return x + 1
 
-    whole = torch.compile(Breaks(), backend="qsync", fullgraph=True, options={"plan": BF16})
-    qsync_fx.switch_plan(whole, INT8)
+    full_graph = torch.compile(Breaks(), backend="qsync", fullgraph=True, options={"plan": BF16})
+    qsync_fx.switch_plan(full_graph, INT8)
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        whole(torch.randn(2))
+        full_graph(torch.randn(2))
     dynamic = torch.compile(
         build(Perceptron), backend="qsync", dynamic=True, options={"inner_backend": "aot_eager"}
     )
@@ -229,6 +225,6 @@ def test_mismatched_plan_is_an_error_and_can_be_reverted() -> None:
 def test_explain_accepts_a_switched_model() -> None:
     fast, x = compiled(build(Perceptron), plan=FP32), torch.randn(4, 16)
     qsync_fx.switch_plan(fast, INT8)(x)
-    found = qsync_fx.explain(fast, x, options={"plan": BF16})
-    assert {str(op.precision) for op in found.operators if op.kind == "adjustable"} == {"bf16"}
+    explained = qsync_fx.explain(fast, x, options={"plan": BF16})
+    assert {str(op.precision) for op in explained.operators if op.kind == "adjustable"} == {"bf16"}
     assert compilations(lambda: fast(x)) == 0

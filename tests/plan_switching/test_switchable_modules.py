@@ -1,5 +1,5 @@
-"""`qsync_fx.switch_plan` takes what torch.compile has made: modules, functions, methods, blocks,
-frames behind a graph break, ranks.
+"""`qsync_fx.switch_plan` on results of torch.compile: modules, functions, methods, blocks, frames
+after a graph break, ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 
 
 def rounds(run: Callable[[Tensor], Tensor], exact: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a compiled model computes in a narrower format than the model itself."""
+    """Return whether a compiled model computes in a narrower format than the model itself."""
     x = torch.randn(32, 16)
     with torch.no_grad():
         return not torch.equal(run(x), exact(x))
@@ -54,10 +54,10 @@ def test_a_function() -> None:
     def run(x: Tensor) -> Tensor:
         return model(x)
 
-    kept = run  # as a training loop has it in a variable
-    assert not rounds(kept, model)
+    alias = run  # like a variable of a training loop
+    assert not rounds(alias, model)
     assert qsync_fx.switch_plan(run, INT8) is run
-    assert rounds(kept, model)
+    assert rounds(alias, model)
 
 
 def test_a_method_of_a_class() -> None:

@@ -1,6 +1,4 @@
-"""Blocks that are equal are found: layers of transformers, blocks of residual networks; networkx
-says that they are isomorphic.
-"""
+"""Detection of isomorphic blocks in transformers and residual networks, checked with networkx."""
 
 from __future__ import annotations
 
@@ -46,18 +44,18 @@ def of(*blocks: nn.Module, shape: tuple[int, ...] = (4, 8)) -> ModelGraph:
 
 def test_only_equal_blocks_are_detected() -> None:
     stem = nn.Linear(8, 8)
-    (found,) = isomorphic_blocks(
+    (blocks,) = isomorphic_blocks(
         of(stem, Block(8), Block(8, gelu=True), Block(8), nn.Linear(8, 8), Block(8))
     )
-    assert found.modules == ("1", "3", "5")
-    assert found.tied[0] == ("1.norm/layer_norm", "3.norm/layer_norm", "5.norm/layer_norm")
-    assert [len(names) for names in found.operators] == [5, 5, 5]
+    assert blocks.modules == ("1", "3", "5")
+    assert blocks.tied[0] == ("1.norm/layer_norm", "3.norm/layer_norm", "5.norm/layer_norm")
+    assert [len(names) for names in blocks.operators] == [5, 5, 5]
 
 
 def test_block_after_the_model_input_is_distinct() -> None:
-    """What it adds to is FP32 whatever the plan, and with it what all blocks behind it add to."""
-    (found,) = isomorphic_blocks(of(Block(8), Block(8), Block(8)))
-    assert found.modules == ("1", "2")
+    """The first block adds to the model input, FP32 under any plan, as is every later sum."""
+    (blocks,) = isomorphic_blocks(of(Block(8), Block(8), Block(8)))
+    assert blocks.modules == ("1", "2")
 
 
 def test_blocks_of_other_sizes_are_not_equal() -> None:
@@ -73,9 +71,9 @@ def test_blocks_of_a_residual_network() -> None:
         Residual(8, 16, 2),
         *(Residual(16, 16, 1) for _ in range(2)),
     ]
-    found = isomorphic_blocks(of(*blocks, shape=(2, 8, 8, 8)))
-    assert [blocks.modules for blocks in found[:2]] == [("1", "2", "3"), ("5", "6")]
-    names = [name for blocks in found for block in blocks.operators for name in block]
+    groups = isomorphic_blocks(of(*blocks, shape=(2, 8, 8, 8)))
+    assert [blocks.modules for blocks in groups[:2]] == [("1", "2", "3"), ("5", "6")]
+    names = [name for blocks in groups for block in blocks.operators for name in block]
     assert len(names) == len(set(names)), "no operator is in two blocks"
 
 

@@ -1,7 +1,7 @@
-"""Predictions of the catalog for steps that an H200 has run (gpu_predicted_steps.json).
+"""Catalog predictions of training steps, compared with an H200 (gpu_predicted_steps.json).
 
 The constants of the host in h200.toml are fitted to the uniform plans; the mixed plans are held
-out. On that machine torch's fused kernels refused the mask of attention, as the record says, so
+out. The record states that torch's fused kernels rejected the attention mask on that machine, so
 that attention ran as products in FP32.
 """
 
@@ -103,7 +103,7 @@ def test_peak_memory_is_not_below_the_measured_one(plan: str) -> None:
     memory = memory_of(plan, fused_attention=False)
     measured = ROWS[plan]["peak_mb"] * 1e6
     assert measured <= memory.peak.bytes <= 1.2 * measured
-    # torch reports tensors alone: what it allocated before the step is not in the record.
+    # torch reports tensors only; the record lacks the memory allocated before the step.
     tensors = memory.peak.bytes - memory.peak.of(Category.CUDA)
     assert tensors == pytest.approx(measured, rel=0.05)
 

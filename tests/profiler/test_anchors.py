@@ -1,4 +1,4 @@
-"""What a profile measured corrects a prediction of memory."""
+"""Measured peaks of a profile, which correct predictions of memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def test_measured_plan_has_its_measured_time() -> None:
     torch.manual_seed(0)
 
     def step(model: Any, batch: Tensor) -> Tensor:
-        found: Tensor = model(batch).sum()
-        return found
+        loss: Tensor = model(batch).sum()
+        return loss
 
-    # Its kernels are all libraries', so that nothing is compiled with a compiler of C++.
+    # All of its kernels are library calls, so that no C++ is compiled.
     profile = measure(
         nn.Linear(16, 8, bias=False),
         step,

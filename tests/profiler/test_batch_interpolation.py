@@ -178,7 +178,7 @@ def test_batches_are_planned_from_measured_batch_sizes() -> None:
     profiles: Any = {"v100": fast, "t4": slow}
     arguments: Any = {"sensitivity": sensitivity, "progress": False, "batch": "global"}
     answer = qsync_fx.find_plan(profiles, cluster, **arguments)
-    # The default batch of the T4 is that of its profile.
+    # By default, the T4 uses the batch size of its profile.
     assert answer.fits and sum(answer.batches.values()) == 16 + 8
     assert answer.problem.classes["t4"].graph == slow.at_batch(answer.batches["t4"]).graph
     with pytest.raises(OptionError, match="'t4' covers one batch size") as caught:
@@ -187,16 +187,16 @@ def test_batches_are_planned_from_measured_batch_sizes() -> None:
 
 
 def test_measure_covers_batch_sizes(tmp_path: Path) -> None:
-    path, seen = tmp_path / "profile.json", set()
+    path, shapes = tmp_path / "profile.json", set()
 
     class Watched(Counted):
         def __call__(self, model: Any, batch: Any) -> torch.Tensor:
-            seen.add((len(batch[0]), len(batch[1])))
+            shapes.add((len(batch[0]), len(batch[1])))
             return super().__call__(model, batch)
 
     sizes = (6, 2)
     profile = quick(layer(), Watched(), batch_sizes=sizes, path=path, sensitivity="second_order")
-    assert seen == {(2, 2), (6, 6)}
+    assert shapes == {(2, 2), (6, 6)}
     assert profile.batch_size == 6 and [item.batch_size for item in profile.batches] == [2]
     assert Profile.load(path) == profile and list(tmp_path.iterdir()) == [path]
     assert "also measured: 2" in str(profile)

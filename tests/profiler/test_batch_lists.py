@@ -1,5 +1,6 @@
-"""A single batch in place of a list of batches is refused by all functions that run steps, before
-the first step.
+"""Rejection of a single batch instead of a list of batches.
+
+All functions that run steps reject it before the first step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What lines of compiled code compute, where the code comes from torch's caches of graphs: the same
-as when it was compiled.
-"""
+"""Wrapper lines of code from torch's graph caches, compared with lines of compiled code."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ def caches() -> Iterator[None]:
 
 
 def compiled(files: WatchedLowering) -> dict[str, int]:
-    """Compiles a layer and trains it for a step, as a new process would; returns what torch's
-    caches of graphs had of it.
-    """
+    """Train a layer for a step as in a new process; return torch's graph cache counters."""
     torch._dynamo.reset()
     counters.clear()
     run: Any = torch.compile(layer(), backend="qsync", options={"precision": "bf16"}, dynamic=False)
@@ -94,9 +90,7 @@ def test_unwritable_cache_stores_no_lines(tmp_path: Path) -> None:
 def test_unobserved_compilations_are_found_in_caches(
     caches: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pins the table of decompositions, which torch 2.13 has in its key: where it cannot be pickled
-    no graph is ever found.
-    """
+    """torch 2.13's cache key pickles the decomposition table; if that fails, no graph hits."""
     assert compiled(WatchedLowering())["miss"] == 2
     assert compiled(WatchedLowering()) == {"hit": 2, "miss": 0, "bypass": 0}
     monkeypatch.setattr(inductor_config, "_revision", lambda: "of another version")

@@ -1,6 +1,4 @@
-"""A profile of a device that is not at hand is one like any other: it answers for any plan, and is
-another machine's.
-"""
+"""Profiles of devices of the catalog, compared with analytic times and with measured profiles."""
 
 from __future__ import annotations
 
@@ -45,11 +43,11 @@ def profile() -> Profile:
     net = model()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     optimizer = torch.optim.AdamW(net.parameters())
-    found = qsync_fx.catalog_profile(T4, net, step, BATCH, ("fp32", "fp16", "int8"), optimizer)
+    result = qsync_fx.catalog_profile(T4, net, step, BATCH, ("fp32", "fp16", "int8"), optimizer)
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert all(parameter.grad is None for parameter in net.parameters())
     assert not optimizer.state
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -66,10 +64,10 @@ def test_catalog_step_equals_the_device_times(profile: Profile, plan: Plan) -> N
         explain(model(), BATCH, options={"target": "t4"}), ["fp32", "fp16", "int8"]
     )
     predicted = states(graph, plan)
-    own, profiled = (
+    expected, profiled = (
         scheduled(predicted, times).seconds for times in (DeviceTimes(T4, graph), profile.times())
     )
-    assert profiled == pytest.approx(own, rel=0.1)
+    assert profiled == pytest.approx(expected, rel=0.1)
 
 
 def test_catalog_profile_names_its_source_and_device(profile: Profile, tmp_path: Path) -> None:
@@ -82,7 +80,7 @@ def test_catalog_profile_names_its_source_and_device(profile: Profile, tmp_path:
     assert profile.optimizer_seconds == T4.memory_seconds(
         28 * sum(p.numel() for p in model().parameters())
     )
-    assert [one.ranks for one in profile.collectives] == [8]
+    assert [collective.ranks for collective in profile.collectives] == [8]
     int8, fp32 = (
         next(run for run in profile.runs if run.label == label) for label in ("int8", "fp32")
     )
@@ -99,13 +97,13 @@ def test_catalog_profile_names_its_source_and_device(profile: Profile, tmp_path:
 
 
 def test_catalog_memory_equals_a_measured_profile(profile: Profile) -> None:
-    """Beyond what is there before it, and thus as much less than a replay says as there is."""
+    """The peak of a run excludes memory that is allocated before the step; a replay includes it."""
     net, state = model(), sum(p.numel() for p in model().parameters())
     before = 4 * 3 * state + 4 * BATCH.numel() + workspace_bytes("t4") + FRAGMENTATION
     for run in profile.runs[:3]:
         timeline = qsync_fx.replay(Plan.uniform(run.label), profile)
         assert run.peak_bytes == timeline.peak_bytes["t4"] - before
-    one = measure(
+    reference = measure(
         net,
         step,
         [BATCH],
@@ -115,15 +113,15 @@ def test_catalog_memory_equals_a_measured_profile(profile: Profile) -> None:
         sensitivity=None,
         progress=False,
     )
-    numels, optimizer = [p.numel() for p in net.parameters()], one.optimizer_memory
+    numels, optimizer = [p.numel() for p in net.parameters()], reference.optimizer_memory
     assert optimizer is not None
     # On a GPU the optimizer updates all parameters at once.
     more = optimizer.step_bytes(numels, on_gpu=True) - optimizer.step_bytes(numels)
-    measured = one.runs[0].peak_bytes
+    measured = reference.runs[0].peak_bytes
     assert measured is not None and more > 0
     assert profile.runs[0].peak_bytes == pytest.approx(measured + more, rel=0.02)
-    for found in (one, profile):
-        assert str(found).count("peak beyond state") == 2, "heads a column, and is explained"
+    for printed in (reference, profile):
+        assert str(printed).count("peak beyond state") == 2, "heads a column, and is explained"
 
 
 def test_device_file_gives_profiles(tmp_path: Path) -> None:
@@ -135,8 +133,8 @@ def test_device_file_gives_profiles(tmp_path: Path) -> None:
     )
     (tmp_path / "half.toml").write_text(text)
     half = qsync_fx.catalog_profile(tmp_path / "half.toml", model(), step, BATCH, ["fp16"])
-    whole = qsync_fx.catalog_profile(T4, model(), step, BATCH, ["fp16"])
-    assert half.runs[0].forward > whole.runs[0].forward
+    full = qsync_fx.catalog_profile(T4, model(), step, BATCH, ["fp16"])
+    assert half.runs[0].forward > full.runs[0].forward
     assert half.optimizer == ""
     assert half.optimizer_seconds == 0
 
@@ -146,30 +144,30 @@ def test_saved_profile_contains_no_local_path(
 ) -> None:
     assert (T4.target, profile.graph.device) == ("t4", "t4")
     assert str(Path(T4.path).parent) not in profile.to_json()
-    own = tmp_path / "mine.toml"
-    own.write_text(Path(T4.path).read_text().replace('name = "t4"', 'name = "other"'))
-    assert get(own).target == str(own), "no name finds it"
+    file = tmp_path / "mine.toml"
+    file.write_text(Path(T4.path).read_text().replace('name = "t4"', 'name = "other"'))
+    assert get(file).target == str(file), "no name finds it"
     monkeypatch.setenv("QSYNC_DEVICES", str(tmp_path))
-    assert get(own).target == get("mine").target == "mine"
-    found = qsync_fx.catalog_profile("mine", model(), step, BATCH, ["fp16"])
-    assert found.graph.device == "mine" and str(tmp_path) not in found.to_json()
-    # A file of the user's goes before the package's, whose name is no longer its own.
-    own.rename(tmp_path / "t4.toml")
+    assert get(file).target == get("mine").target == "mine"
+    result = qsync_fx.catalog_profile("mine", model(), step, BATCH, ["fp16"])
+    assert result.graph.device == "mine" and str(tmp_path) not in result.to_json()
+    # A user's file overrides the package's file of the same name.
+    file.rename(tmp_path / "t4.toml")
     assert get("t4").target == "t4" and T4.target == T4.path
 
 
 def test_a_cpu_of_the_catalog_needs_no_target() -> None:
-    found = qsync_fx.catalog_profile("epyc-9004", model(), step, BATCH)
-    assert found.precisions == ["fp32", "bf16", "int8"]
-    assert found.machine.device == "cpu"
+    result = qsync_fx.catalog_profile("epyc-9004", model(), step, BATCH)
+    assert result.precisions == ["fp32", "bf16", "int8"]
+    assert result.machine.device == "cpu"
 
 
 def test_catalog_profile_does_not_depend_on_earlier_sizes() -> None:
     net = nn.Sequential(nn.Linear(512, 8))
     for size in (3, 5, 7):
-        found = qsync_fx.catalog_profile(T4, net, step, torch.randn(size, 512), ["fp16"])
+        result = qsync_fx.catalog_profile(T4, net, step, torch.randn(size, 512), ["fp16"])
         explain(net, torch.randn(size + 20, 512))
-    assert found.runs[0].forward > 0
+    assert result.runs[0].forward > 0
 
 
 def test_a_step_that_does_not_call_its_model_is_an_error() -> None:

@@ -1,6 +1,4 @@
-"""By which clock steps are timed: of the thread that trains, or, where it has others compute for
-it, of the wall.
-"""
+"""Clocks of steps: thread time, or wall time if torch uses several threads."""
 
 from __future__ import annotations
 
@@ -35,16 +33,16 @@ def busy() -> None:
 
 def test_other_threads_do_not_count_to_a_step() -> None:
     clock = clock_for(1)
-    process, own = time.process_time(), clock()
+    process, thread_time = time.process_time(), clock()
     other = threading.Thread(target=busy)
     other.start()
     other.join()
-    own, process = clock() - own, time.process_time() - process
-    assert process - own >= BESIDE
+    thread_time, process = clock() - thread_time, time.process_time() - process
+    assert process - thread_time >= BESIDE
 
 
 class Waiting(Counted):
-    """A step that waits in its forward pass, as a thread does for others."""
+    """A step that waits in its forward pass, as a thread waits for others."""
 
     def __call__(self, model: Any, batch: Any) -> Any:
         time.sleep(BESIDE)

@@ -1,4 +1,4 @@
-"""What measuring costs, said beforehand and anew as it goes."""
+"""Logged cost estimates and progress of measurements."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def test_cost_is_logged_with_and_without_cached_code(seen: ObservedStep) -> None
     )
     text = costs([seen], 6, [7])
     assert text.startswith("measuring Linear under 6 plans: 6 compilations and 144 steps, about ")
-    found = re.search(r"about (.+) with the compiled code in torch's caches, (.+) without$", text)
-    assert found is not None
-    known, new = map(_seconds, found.groups())
-    assert 3 * known < new and known < 60
+    match = re.search(r"about (.+) with the compiled code in torch's caches, (.+) without$", text)
+    assert match is not None
+    cached, new = map(_seconds, match.groups())
+    assert 3 * cached < new and cached < 60
     assert "minutes" not in sensitivity_costs(seen, "second_order", 2)
 
 
@@ -65,8 +65,8 @@ def test_progress_of_a_measurement_is_logged(
 
     monkeypatch.setattr(shown, "_EVERY", 0.0)
     quick(layer(), Counted(), repeats=1, progress=True)
-    told = [line for line in capsys.readouterr().err.splitlines() if "1 of 1" in line]
-    assert [line.partition(": 1")[0] for line in told] == ["qsync: compiling", "qsync: measuring"]
-    assert all("fp32" in line for line in told)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "1 of 1" in line]
+    assert [line.partition(": 1")[0] for line in lines] == ["qsync: compiling", "qsync: measuring"]
+    assert all("fp32" in line for line in lines)
     quick(layer(), Counted(), repeats=1, sensitivity="paper")
     assert capsys.readouterr().err == "", "nor of its sensitivity, where nothing is to be shown"

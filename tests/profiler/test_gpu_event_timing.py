@@ -1,6 +1,4 @@
-"""Kernels of a GPU timed by events: here the device is a clock, and a wrapper a function that calls
-what is not there.
-"""
+"""GPU kernel times from events, tested with a simulated device and wrapper."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def call(wait, kernel):
 
 
 class Clockwork:
-    """A device that takes what it is told to, beside a Python that takes its own time."""
+    """A simulated device whose kernels have requested durations, independent of Python's time."""
 
     def __init__(self) -> None:
         self.done, self.held = 0.0, 0
@@ -60,15 +58,18 @@ def stepped(device: Clockwork, whole: StepSeconds) -> dict[tuple[int, bool], flo
             queued.backward = backward
             device.kernel(5)  # outside, before
             space["call"](lambda: time.sleep(0.05), device.kernel)
-            device.kernel(7)  # and behind
+            device.kernel(7)  # outside, after
         queued.clock()
-    return {(line, backward): taken for (_, line, backward), taken in queued.seconds(whole).items()}
+    return {
+        (line, backward): duration
+        for (_, line, backward), duration in queued.seconds(whole).items()
+    }
 
 
 def test_kernel_time_equals_device_time_on_a_busy_device() -> None:
     device = Clockwork()
-    found = stepped(device, StepSeconds(18.0, 18.0, 0.0))
-    assert {line: taken for line, taken in found.items() if taken} == {
+    result = stepped(device, StepSeconds(18.0, 18.0, 0.0))
+    assert {line: duration for line, duration in result.items() if duration} == {
         (line, backward): seconds
         for backward in (False, True)
         for line, seconds in ((4, 3.0), (6, 2.0), (9, 1.0))
@@ -77,13 +78,15 @@ def test_kernel_time_equals_device_time_on_a_busy_device() -> None:
 
 
 def test_launch_delays_are_attributed_to_python_lines() -> None:
-    found = stepped(Clockwork(), StepSeconds(18.0, 28.0, 0.0))
-    assert sum(taken for (_, backward), taken in found.items() if not backward) == pytest.approx(
-        6.0
+    result = stepped(Clockwork(), StepSeconds(18.0, 28.0, 0.0))
+    assert sum(
+        duration for (_, backward), duration in result.items() if not backward
+    ) == pytest.approx(6.0)
+    assert sum(duration for (_, backward), duration in result.items() if backward) == pytest.approx(
+        16.0
     )
-    assert sum(taken for (_, backward), taken in found.items() if backward) == pytest.approx(16.0)
-    # The line that sleeps has no kernel, and nearly all of the waiting.
-    assert found[5, True] > 9.0
+    # The line that sleeps launches no kernel and has nearly all of the delay.
+    assert result[5, True] > 9.0
 
 
 def test_long_wrapper_blocks_the_device_again() -> None:
@@ -95,13 +98,13 @@ def test_long_wrapper_blocks_the_device_again() -> None:
         queued.clock()
         space["call"](device.kernel)
         queued.clock()
-    found = queued.seconds(StepSeconds(600.0, 0.0, 0.0))
-    assert sum(found.values()) == 600.0
+    result = queued.seconds(StepSeconds(600.0, 0.0, 0.0))
+    assert sum(result.values()) == 600.0
     assert device.held == 4
 
 
 def test_a_step_of_inductor_is_shared_out_among_its_operators() -> None:
-    """By the clock of the processor, on which kernels run as they are called."""
+    """The clock is the CPU's, which runs kernels synchronously."""
 
     class Processor(Clockwork):
         def mark(self) -> float:
@@ -118,7 +121,7 @@ def test_a_step_of_inductor_is_shared_out_among_its_operators() -> None:
     )
     with compiling() as compile_under, watching() as files:
         compiled = compile_under(model, {"precision": "bf16"}, training)
-        whole = training.run(compiled)
+        measured = training.run(compiled)
         with (
             timing_kernels(files, Processor()) as queued,
             torch.autograd.set_multithreading_enabled(False),
@@ -126,8 +129,8 @@ def test_a_step_of_inductor_is_shared_out_among_its_operators() -> None:
             TrainingStep(training.step, training.batch, None, training.zero, queued.clock).run(
                 compiled, queued
             )
-    found = attribute(queued.seconds(whole), files)
+    result = attribute(queued.seconds(measured), files)
     assert {"0", "1", "2", "3"} <= {
-        name.split(".")[0].split("/")[0] for name in found.operators
-    } or len(found.operators) == 4
-    assert all(forward > 0 and backward > 0 for forward, backward in found.operators.values())
+        name.split(".")[0].split("/")[0] for name in result.operators
+    } or len(result.operators) == 4
+    assert all(forward > 0 and backward > 0 for forward, backward in result.operators.values())

@@ -1,6 +1,4 @@
-"""Runs of plans that took turns: what others on the machine did to some of them is no property of
-their plans.
-"""
+"""Normalization of interleaved runs, which removes slowdowns by other processes."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ from qsync_fx.profiler.run_statistics import (
 
 
 def run(label: str, seconds: float, longer: list[float]) -> MeasuredRun:
-    """A run whose steps took so many times as long as they would undisturbed, and its operator two
-    thirds of the typical one.
+    """Return a run of steps slowed by the factors `longer`.
+
+    Its operator has two thirds of the duration of the median step.
     """
     steps = [
         (0.25 * seconds * factor, 0.75 * seconds * factor, 0.1 * seconds * factor)
@@ -40,9 +39,9 @@ def test_noisier_plan_is_normalized() -> None:
     now = levelled(before)
     assert now[1].passes / now[0].passes < 2.15
     assert now[2].passes / now[0].passes == pytest.approx(3.0, rel=0.01)
-    # Those of which most were as quiet say how long a typical step is.
+    # Runs on a mostly idle machine determine the typical duration.
     assert now[0].passes == pytest.approx(before[0].passes, rel=1e-9)
-    # Operators and what is outside stay what they were of the passes.
+    # The share of operators in the passes is unchanged.
     (operator,) = now[1].operators
     assert operator.forward + operator.backward == pytest.approx(now[1].passes * 2 / 3)
 
@@ -52,15 +51,15 @@ def test_normalization_reduces_noise() -> None:
     for _ in range(200):
         runs = [
             run(
-                str(at),
+                str(index),
                 1.0,
                 [1 + chance.expovariate(4.0) * (chance.random() < 0.6) for _ in range(15)],
             )
-            for at in range(6)
+            for index in range(6)
         ]
-        for found, errors in ((runs, by_median), (levelled(runs), by_level)):
-            passes = [one.passes for one in found]
-            errors += [abs(one / statistics.mean(passes) - 1) for one in passes]
+        for group, errors in ((runs, by_median), (levelled(runs), by_level)):
+            passes = [item.passes for item in group]
+            errors += [abs(item / statistics.mean(passes) - 1) for item in passes]
     assert statistics.mean(by_level) < 0.5 * statistics.mean(by_median)
 
 
@@ -70,7 +69,7 @@ def test_normalization_reduces_noise() -> None:
     longer=st.lists(st.floats(1.0, 4.0), min_size=1, max_size=9),
 )
 def test_equally_noisy_plans_are_unchanged(seconds: list[float], longer: list[float]) -> None:
-    runs = [run(str(at), each, longer) for at, each in enumerate(seconds)]
+    runs = [run(str(index), each, longer) for index, each in enumerate(seconds)]
     for before, now in zip(runs, levelled(runs), strict=True):
         assert now.passes == pytest.approx(before.passes, rel=1e-9)
         assert faster_half([a + b for a, b, _ in now.steps]) <= now.passes * (1 + 1e-9)

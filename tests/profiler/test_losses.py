@@ -1,4 +1,4 @@
-"""What a loss is said to keep and take is what torch's allocator counts of it."""
+"""Predicted memory of losses, compared with torch's allocator."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ LABELS = torch.zeros(ROWS, dtype=torch.long)
 def test_reductions_of_differences_save_the_difference(
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """So torch's kernels do, of which the result is a number."""
-    found = loss_memory(lambda result: loss(result, DIFFERENT), torch.ones(ROWS, CLASSES))
-    assert SIZE <= found.held <= SIZE + 64
-    assert 3 * SIZE <= found.most <= 3 * SIZE + 64
+    """The torch kernels with a scalar result save it."""
+    memory = loss_memory(lambda result: loss(result, DIFFERENT), torch.ones(ROWS, CLASSES))
+    assert SIZE <= memory.held <= SIZE + 64
+    assert 3 * SIZE <= memory.most <= 3 * SIZE + 64
 
 
 def test_cross_entropy_memory_is_its_log_softmax() -> None:
-    found = loss_memory(lambda logits: F.cross_entropy(logits, LABELS), torch.ones(ROWS, CLASSES))
-    assert found.held <= 64
-    assert found.most >= 3 * SIZE
+    memory = loss_memory(lambda logits: F.cross_entropy(logits, LABELS), torch.ones(ROWS, CLASSES))
+    assert memory.held <= 64
+    assert memory.most >= 3 * SIZE
 
 
 def test_results_stay_as_they_are() -> None:
     result = torch.ones(ROWS, CLASSES, requires_grad=True)
-    loss_memory(lambda found: found.square().sum(), result)
+    loss_memory(lambda output: output.square().sum(), result)
     assert result.grad is None
 
 
@@ -48,7 +48,7 @@ def test_sum_saves_no_tensor_and_has_an_expanded_gradient() -> None:
 
 
 class Named(nn.Module):
-    """A model that returns its result by name, beside what has no gradient."""
+    """A model that returns its result by name, with values that have no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,11 +64,13 @@ BATCH = torch.ones(ROWS, 8)
 def found(step: Callable[[Any, Any], Tensor]) -> LossMemory | None:
     model = Named()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    seen = observed(model, TrainingStep(step, BATCH, None, model.zero_grad, clock_for(1)), {})
+    observation = observed(
+        model, TrainingStep(step, BATCH, None, model.zero_grad, clock_for(1)), {}
+    )
     assert "forward" not in vars(model) and all(
         torch.equal(state[name], v) for name, v in model.state_dict().items()
     )
-    return seen.loss
+    return observation.loss
 
 
 def test_loss_is_computed_from_the_model_output() -> None:

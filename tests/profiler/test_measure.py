@@ -1,4 +1,4 @@
-"""A measurement: what it tells, what it leaves alone, what an interrupted one leaves behind."""
+"""Measured profiles: contents, preserved training state, interruption, and errors."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_plan_may_use_formats_beyond_the_measured_ones() -> None:
     profile = quick(layer(), Counted(), plan=narrow, repeats=1)
     assert [run.planned for run in profile.runs] == [False, True]
     assert profile.interpolated(narrow) == []
-    found = qsync_fx.replay(narrow, profile).seconds
-    assert found > 0
+    seconds = qsync_fx.replay(narrow, profile).seconds
+    assert seconds > 0
 
 
 def test_profile_contains_a_requested_sensitivity(
@@ -81,17 +81,17 @@ def test_dynamo_compiles_the_model_as_often_afterwards_as_before() -> None:
 
 
 def test_interrupted_measurement_resumes(tmp_path: Path) -> None:
-    whole = Counted()
-    quick(layer(), whole, repeats=3)
+    uninterrupted = Counted()
+    quick(layer(), uninterrupted, repeats=3)
     path = tmp_path / "layer.json"
     with pytest.raises(KeyboardInterrupt):
-        quick(layer(), Counted(interrupted_at=whole.calls - 1), repeats=3, path=path)
+        quick(layer(), Counted(interrupted_at=uninterrupted.calls - 1), repeats=3, path=path)
     (partial,) = tmp_path.iterdir()
-    kept = SAMPLES.load(partial)
-    assert kept.rounds == 2
+    samples = SAMPLES.load(partial)
+    assert samples.rounds == 2
     rest = Counted()
     profile = quick(layer(), rest, repeats=3, path=path)
-    assert whole.calls - rest.calls == 2 * 3, (
+    assert uninterrupted.calls - rest.calls == 2 * 3, (
         "two of three rounds, of three steps each, are not run again"
     )
     assert len(profile.runs[0].steps) == 3 and not partial.exists()
@@ -173,9 +173,7 @@ def test_cost_is_logged_before_the_measurement(capsys: pytest.CaptureFixture[str
 
 
 def test_wrapper_lines_are_mapped_to_nodes() -> None:
-    """Pins what is used of Inductor: the numbers above lines, the nodes that they stand for, where
-    wrappers are loaded.
-    """
+    """Pin the used parts of Inductor: line numbers, their nodes, and the loading of wrappers."""
     with watching() as files:
         compiled = torch.compile(
             layer(), backend="qsync", options={"precision": "fp32"}, dynamic=False
@@ -192,7 +190,7 @@ def test_wrapper_lines_are_mapped_to_nodes() -> None:
 
 @pytest.fixture(scope="module")
 def perceptron() -> Profile:
-    """A model with an activation and three layers, in three formats."""
+    """Return a profile of a model with three linear layers and activations, in three formats."""
     model = build(Perceptron)
     plan = qsync_fx.Plan.uniform("bf16").with_precision("head", "int8")
     batch = torch.randn(64, 16), torch.randn(64, 10)
@@ -243,7 +241,7 @@ def test_quantizers_are_apart(perceptron: Profile) -> None:
 
 
 def test_fp32_plan_adds_no_variance() -> None:
-    """Also of a model with gates, which noise flips where there is any."""
+    """The model has gates, which any noise would flip."""
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
     step = Counted()
     batches = [(torch.randn(4, 16), torch.randn(4, 8))]

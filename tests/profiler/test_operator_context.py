@@ -1,4 +1,4 @@
-"""Times of operators under plans that were not measured: by state, then by neighbours."""
+"""Operator times under unmeasured plans, from runs with the same state and similar neighbours."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def run(
     label: str, *operators: tuple[str, str, float], planned: bool = False, outside: float = 0.0
 ) -> MeasuredRun:
     measured = [
-        MeasuredOperator(f"{at}/linear", computes, gives, seconds, 2 * seconds)
-        for at, (computes, gives, seconds) in enumerate(operators)
+        MeasuredOperator(f"{index}/linear", computes, gives, seconds, 2 * seconds)
+        for index, (computes, gives, seconds) in enumerate(operators)
     ]
     inside = sum(seconds for *_, seconds in operators)
     return MeasuredRun(
@@ -50,10 +50,10 @@ BETWEEN = run("between", (BF16, BF16, 0.6), (FP32, FP32, 2.2), (BF16, BF16, 1.7)
 
 
 def test_profiled_times_implement_the_cost_mapper_protocol() -> None:
-    asked: Times = times(WIDE)
+    profiled: Times = times(WIDE)
     assert (
-        asked.outside() == Seconds(pytest.approx(0.1), pytest.approx(0.2))
-        and asked.optimizer() == 0.25
+        profiled.outside() == Seconds(pytest.approx(0.1), pytest.approx(0.2))
+        and profiled.optimizer() == 0.25
     )
 
 
@@ -64,29 +64,29 @@ def test_a_state_that_was_measured_has_the_time_that_was_measured() -> None:
 
 
 def test_run_with_equal_neighbours_is_preferred() -> None:
-    asked = times(WIDE, NARROW, BETWEEN)
+    profiled = times(WIDE, NARROW, BETWEEN)
     wide, narrow = state(FP32), state(BF16)
-    assert asked.operator("1/linear", wide, [wide, wide, None, None]) == Seconds(2.0, 4.0)
-    assert asked.operator("1/linear", wide, [narrow, narrow, None, None]) == Seconds(2.2, 4.4)
-    # One neighbour as in the one run, one as in the other.
-    assert asked.operator("1/linear", wide, [narrow, wide, None, None]) == Seconds(2.1, 4.2)
+    assert profiled.operator("1/linear", wide, [wide, wide, None, None]) == Seconds(2.0, 4.0)
+    assert profiled.operator("1/linear", wide, [narrow, narrow, None, None]) == Seconds(2.2, 4.4)
+    # Two runs match one neighbour each.
+    assert profiled.operator("1/linear", wide, [narrow, wide, None, None]) == Seconds(2.1, 4.2)
 
 
 def test_least_is_a_lower_bound_over_neighbours() -> None:
-    asked = times(
+    profiled = times(
         WIDE, NARROW, BETWEEN, run("odd", (BF16, FP32, 0.4), (FP32, BF16, 1.9), (BF16, BF16, 1.4))
     )
     states = [state(*names) for names in itertools.product((FP32, BF16), (FP32, BF16))]
-    for at, own in itertools.product(range(3), states):
-        least = asked.least(f"{at}/linear", own)
-        found = [
-            asked.operator(f"{at}/linear", own, beside)
-            for beside in itertools.product(states, repeat=4)
+    for index, operand_state in itertools.product(range(3), states):
+        least = profiled.least(f"{index}/linear", operand_state)
+        candidates = [
+            profiled.operator(f"{index}/linear", operand_state, neighbours)
+            for neighbours in itertools.product(states, repeat=4)
         ]
-        assert least.forward <= min(one.forward for one in found)
-        assert least.backward <= min(one.backward for one in found)
-    assert asked.least("1/linear", state(FP32)) == Seconds(2.0, 4.0)
-    assert asked.least("0/linear", state(BF16)) == Seconds(0.5, 1.0)
+        assert least.forward <= min(candidate.forward for candidate in candidates)
+        assert least.backward <= min(candidate.backward for candidate in candidates)
+    assert profiled.least("1/linear", state(FP32)) == Seconds(2.0, 4.0)
+    assert profiled.least("0/linear", state(BF16)) == Seconds(0.5, 1.0)
 
 
 def test_nearer_neighbours_count_more() -> None:
@@ -111,14 +111,12 @@ def test_nearer_neighbours_count_more() -> None:
 
 
 def test_measured_plan_is_predicted_exactly() -> None:
-    """Its passes, whatever other runs say of quantizers and of what is outside; its operators in
-    the proportion that they had.
-    """
+    """Pass times and proportions of operators equal the measured ones, regardless of other runs."""
     calls = [
         Quantized("0/linear", FP32, INT8, 100, False, 0.2),
         Quantized("0/linear", FP32, INT8, 100, True, 0.1),
     ]
-    own = replace(
+    measured_run = replace(
         run(
             "plan",
             (BF16, BF16, 0.7),
@@ -129,27 +127,31 @@ def test_measured_plan_is_predicted_exactly() -> None:
         ),
         quantized=[replace(call, seconds=1.5 * call.seconds) for call in calls],
     )
-    asked = times(WIDE, NARROW, replace(BETWEEN, quantized=calls), own)
+    profiled = times(WIDE, NARROW, replace(BETWEEN, quantized=calls), measured_run)
     states = [state(BF16), state(FP32), state(BF16)]
-    beside = [
-        [states[at + by] if 0 <= at + by < 3 else None for by in (-1, 1, -2, 2)] for at in range(3)
+    neighbours = [
+        [states[index + by] if 0 <= index + by < 3 else None for by in (-1, 1, -2, 2)]
+        for index in range(3)
     ]
-    found = [asked.operator(f"{at}/linear", states[at], beside[at]) for at in range(3)]
-    quantizing = asked.cast("0/linear", FP32, INT8, 100, True)
-    assert sum((*found, quantizing, asked.outside()), Seconds(0.0, 0.0)) == Seconds(
-        pytest.approx(own.forward), pytest.approx(own.backward)
+    predicted = [
+        profiled.operator(f"{index}/linear", states[index], neighbours[index]) for index in range(3)
+    ]
+    quantizing = profiled.cast("0/linear", FP32, INT8, 100, True)
+    assert sum((*predicted, quantizing, profiled.outside()), Seconds(0.0, 0.0)) == Seconds(
+        pytest.approx(measured_run.forward), pytest.approx(measured_run.backward)
     )
-    for one, seconds in zip(found, (0.7, 2.3, 1.9), strict=True):
+    for cost, seconds in zip(predicted, (0.7, 2.3, 1.9), strict=True):
         assert (
-            one.forward / found[0].forward == pytest.approx(seconds / 0.7) and not one.interpolated
+            cost.forward / predicted[0].forward == pytest.approx(seconds / 0.7)
+            and not cost.interpolated
         )
 
 
 @pytest.mark.parametrize(("computes", "gives"), list(itertools.product((FP32, BF16), (FP32, BF16))))
 def test_unmeasured_state_is_an_error(computes: str, gives: str) -> None:
-    found = times(WIDE, NARROW).operator("0/linear", state(computes, gives), [None] * 4)
-    assert found.interpolated == (computes != gives)
-    assert found.forward == {FP32: 1.0, BF16: 0.5}[computes], (
+    result = times(WIDE, NARROW).operator("0/linear", state(computes, gives), [None] * 4)
+    assert result.interpolated == (computes != gives)
+    assert result.forward == {FP32: 1.0, BF16: 0.5}[computes], (
         "computing in the same format tells more than giving it out"
     )
 
@@ -169,18 +171,18 @@ def test_quantizers_go_with_the_elements_and_other_casts_are_part_of_operators()
         for before, fixed, each in ((FP32, 1e-5, 1e-9), (BF16, 2e-5, 2e-9))
         for numel in (100, 300, 1000)
     ]
-    asked = times(replace(WIDE, quantized=calls))
+    profiled = times(replace(WIDE, quantized=calls))
     for before, seconds in ((FP32, 1e-5 + 500e-9), (BF16, 2e-5 + 1000e-9)):
-        found = asked.cast("0/linear", before, INT8, 500, True)
+        result = profiled.cast("0/linear", before, INT8, 500, True)
         assert (
-            found.forward == pytest.approx(seconds)
-            and found.backward == 0
-            and not found.interpolated
+            result.forward == pytest.approx(seconds)
+            and result.backward == 0
+            and not result.interpolated
         )
-    assert asked.cast("0/linear", BF16, INT8, 2000, True).interpolated, (
+    assert profiled.cast("0/linear", BF16, INT8, 2000, True).interpolated, (
         "larger than anything that was quantized"
     )
-    assert asked.cast("0/linear", FP32, BF16, 500, True) == Seconds(0.0, 0.0)
+    assert profiled.cast("0/linear", FP32, BF16, 500, True) == Seconds(0.0, 0.0)
 
 
 def test_no_line_through_quantizers_is_negative_anywhere() -> None:

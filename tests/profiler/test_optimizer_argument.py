@@ -1,4 +1,4 @@
-"""An optimizer that is given to be measured updates the model, whichever way it is given."""
+"""The optimizer argument of a measurement: an instance, a factory, or an invalid value."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
 def test_optimizer_factory_gets_the_trained_parameters() -> None:
     model = nn.Sequential(layer(), nn.Linear(8, 8).requires_grad_(False))
     for made in (torch.optim.SGD, lambda parameters: torch.optim.SGD(parameters, lr=0.5)):
-        found = optimizer_of(model, made)
-        assert isinstance(found, torch.optim.SGD)
-        assert [id(parameter) for parameter in found.param_groups[0]["params"]] == [
+        optimizer = optimizer_of(model, made)
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert [id(parameter) for parameter in optimizer.param_groups[0]["params"]] == [
             id(model[0].weight)
         ]
-    own = torch.optim.AdamW(model.parameters())
-    assert optimizer_of(model, own) is own
+    instance = torch.optim.AdamW(model.parameters())
+    assert optimizer_of(model, instance) is instance
     assert optimizer_of(model, None) is None
 
 
@@ -49,11 +49,11 @@ def test_an_optimizer_of_another_model_is_refused_before_the_step_runs() -> None
 
 
 def test_parameters_outside_the_model_are_reported() -> None:
-    model, beside = layer(), nn.Parameter(torch.zeros(3))
+    model, outside = layer(), nn.Parameter(torch.zeros(3))
     with pytest.warns(
         UserWarning, match="1 of 2 parameters that SGD updates, 3 numbers, are not the model's"
     ):
-        optimizer_of(model, torch.optim.SGD([*model.parameters(), beside]))
+        optimizer_of(model, torch.optim.SGD([*model.parameters(), outside]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer_of(nn.Sequential(model, nn.Linear(8, 8)), torch.optim.SGD(model.parameters()))

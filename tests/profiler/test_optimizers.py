@@ -1,6 +1,4 @@
-"""What an optimizer is said to keep and take is what it keeps and takes of parameters of
-any size.
-"""
+"""Predicted state and workspace of optimizers for parameters of any size."""
 
 from __future__ import annotations
 
@@ -37,16 +35,16 @@ def test_optimizer_memory_equals_the_optimizer(make: Make) -> None:
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    held = sum(
+    state_bytes = sum(
         v.nbytes for state in optimizer.state.values() for v in state.values() if v.numel() > 1
     )
-    found = optimizer_memory(optimizer)
-    assert found.state_bytes(numels) == held
-    assert found.step_bytes(numels) == pytest.approx(measured_peak(optimizer.step), abs=1024)
+    memory = optimizer_memory(optimizer)
+    assert memory.state_bytes(numels) == state_bytes
+    assert memory.step_bytes(numels) == pytest.approx(measured_peak(optimizer.step), abs=1024)
 
 
 class Needs(Optimizer):
-    """An optimizer that none like it can be made of."""
+    """An optimizer that cannot be constructed for other parameters."""
 
     def __init__(self, parameters: Any, names: list[str]) -> None:
         super().__init__(parameters, {})

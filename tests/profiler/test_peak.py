@@ -1,4 +1,4 @@
-"""What a step holds at most, against what is known of it to the byte."""
+"""Measured peak memory of steps with known allocations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def test_peak_counts_simultaneous_bytes() -> None:
     def step() -> None:
         first = torch.empty(3 * KIB)
         del first
-        kept = [torch.empty(2 * KIB)]
-        kept.append(torch.empty(4 * KIB))
-        kept.pop(0)
+        live = [torch.empty(2 * KIB)]
+        live.append(torch.empty(4 * KIB))
+        live.pop(0)
         torch.empty(1 * KIB)
 
     assert memory_events(step) == [1024 * n for n in (3, -3, 2, 4, -2, 1, -1, -4)]
@@ -38,8 +38,7 @@ def test_memory_of_the_previous_step_is_excluded() -> None:
         torch.empty(1 * KIB)
 
     step()
-    # Held before are 5 KiB, which are released first: the step never holds more than 1 KiB beyond
-    # them.
+    # The step first releases the 5 KiB that were live before, and exceeds them by at most 1 KiB.
     assert measured_peak(step) == 1024
 
 
@@ -57,6 +56,6 @@ def test_training_step_counts_gradients_and_saved_tensors_only(
         optimizer.zero_grad()
 
     weight, y = 64 * 32 * 4, 16 * 32 * 4
-    # In the backward pass: what relu gave, the gradient that it was called with, that of the
-    # product, and that of the weight.
+    # Live in the backward pass: the output of ReLU, its gradient, the product's gradient, and the
+    # weight's gradient.
     assert measured_peak(step) == weight + 3 * y

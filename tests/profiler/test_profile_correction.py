@@ -1,4 +1,4 @@
-"""A profile that is there, corrected by plans that are measured themselves."""
+"""Correction of an existing profile with measurements of more plans."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NARROW = Plan.uniform("bf16")
 
 
 def correct(model: nn.Module, step: Any, profile: Any, **more: Any) -> Profile:
-    how = {"plan": NARROW, "repeats": 2, "progress": False}
-    return measure(model, step, [BATCH], profile=profile, **{**how, **more})
+    arguments = {"plan": NARROW, "repeats": 2, "progress": False}
+    return measure(model, step, [BATCH], profile=profile, **{**arguments, **more})
 
 
 def test_the_plan_alone_is_measured_and_the_rest_stays(tmp_path: Path) -> None:
@@ -39,15 +39,14 @@ def test_the_plan_alone_is_measured_and_the_rest_stays(tmp_path: Path) -> None:
     assert after.sensitivity == before.sensitivity is not None
     assert Profile.load(tmp_path / "layer.json") == after and len(list(tmp_path.iterdir())) == 1
     assert before.interpolated(Plan.uniform("fp32")) == after.interpolated(NARROW) == []
-    found = qsync_fx.replay(NARROW, after).seconds
-    own = after.runs[-1]
-    # A layer of some microseconds may take less than what passes take beside their operators in the
-    # mean over runs.
-    beside = [sum(run.outside[at] for run in after.runs) / len(after.runs) for at in (0, 1)]
-    anchor = max(own.forward, beside[0]) + max(own.backward, beside[1])
-    assert found == pytest.approx(anchor), "the measured step is an anchor"
-    # The plan and the profile's own: twice as written, its loss alone twice, then of each compiled
-    # two for the peak of memory, and three in each of two rounds.
+    seconds = qsync_fx.replay(NARROW, after).seconds
+    measured_run = after.runs[-1]
+    # A layer of a few microseconds may need less time than the mean outside of operators.
+    outside = [sum(run.outside[index] for run in after.runs) / len(after.runs) for index in (0, 1)]
+    anchor = max(measured_run.forward, outside[0]) + max(measured_run.backward, outside[1])
+    assert seconds == pytest.approx(anchor), "the measured step is an anchor"
+    # Two eager steps and two of the loss alone. For the plan and the profile's first plan: one to
+    # compile, two for the peak memory, and three in each of two rounds.
     assert step.calls == 4 + 2 * (1 + 2 + 2 * 3)
 
 
@@ -57,10 +56,10 @@ def test_recalibration_adds_the_loss_memory_to_an_old_profile() -> None:
         replace(before, loss_memory=None),
         replace(before, loss_memory=LossMemory(held=7, most=9)),
     )
-    after, kept = (correct(layer(), Counted(), profile, repeats=1) for profile in (old, other))
+    after, unchanged = (correct(layer(), Counted(), profile, repeats=1) for profile in (old, other))
     assert (
         after.loss_memory == before.loss_memory is not None
-        and kept.loss_memory == other.loss_memory
+        and unchanged.loss_memory == other.loss_memory
     )
 
 
@@ -89,14 +88,14 @@ def test_formats_of_measured_plans_stay_in_the_profile() -> None:
 def test_interrupted_recalibration_resumes_with_an_intact_profile(tmp_path: Path) -> None:
     path = tmp_path / "layer.json"
     before = quick(layer(), Counted(), path=path)
-    how = {"profile": path, "path": path, "repeats": 3}
+    arguments = {"profile": path, "path": path, "repeats": 3}
     with pytest.raises(KeyboardInterrupt):
-        correct(layer(), Counted(interrupted_at=4 + 2 * (1 + 2 + 2 * 3) + 1), **how)
+        correct(layer(), Counted(interrupted_at=4 + 2 * (1 + 2 + 2 * 3) + 1), **arguments)
     assert Profile.load(path) == before
     assert SAMPLES.load(f"{path}.partial").rounds == 2
     rest = Counted()
     assert (
-        len(correct(layer(), rest, **how).runs[-1].steps) == 3
+        len(correct(layer(), rest, **arguments).runs[-1].steps) == 3
         and not Path(f"{path}.partial").exists()
     )
     assert rest.calls == 4 + 2 * (1 + 2 + 3)
@@ -104,32 +103,31 @@ def test_interrupted_recalibration_resumes_with_an_intact_profile(tmp_path: Path
 
 def test_machine_drift_is_removed() -> None:
     before = quick(layer(), Counted())
-    # Steps that scatter by a half, as on a loaded machine, would tell of nothing.
+    # With steps that vary by a half, as on a loaded machine, no drift would be significant.
     first = replace(before.runs[0], steps=before.runs[0].steps[:1] * 3)
     before = replace(before, runs=[first])
-    # The machine was twice as fast then, or so the profile says.
+    # According to this profile, the machine was twice as fast.
     fast = replace(before, runs=[run.at_pace(0.5) for run in before.runs])
-    found = replace(before, runs=[replace(first, label="plan", planned=True), first])
-    taken = corrected(fast, found).runs[-1]
-    assert taken.planned and taken.passes == pytest.approx(first.passes / 2)
-    assert [one.forward for one in taken.operators] == pytest.approx(
-        [one.forward / 2 for one in first.operators]
+    remeasured = replace(before, runs=[replace(first, label="plan", planned=True), first])
+    result = corrected(fast, remeasured).runs[-1]
+    assert result.planned and result.passes == pytest.approx(first.passes / 2)
+    assert [operator.forward for operator in result.operators] == pytest.approx(
+        [operator.forward / 2 for operator in first.operators]
     )
-    # What differs by chance stays as it was measured.
-    assert corrected(before, found).runs[-1] == found.runs[0]
-    # A plan that is the profile's own is as fast as it was: else all others, measured then, would
-    # seem faster than it.
-    assert corrected(fast, replace(found, runs=found.runs[:1])).runs[-1] == taken
-    # How much is chance follows from how many steps there are.
-    slightly = replace(found.runs[0].at_pace(1.03), steps=first.at_pace(1.03).steps * 10)
+    # Differences within the standard error are not corrected.
+    assert corrected(before, remeasured).runs[-1] == remeasured.runs[0]
+    # A plan of the profile has its old duration; otherwise, the other old runs would seem faster.
+    assert corrected(fast, replace(remeasured, runs=remeasured.runs[:1])).runs[-1] == result
+    # The standard error follows from the number of steps.
+    slightly = replace(remeasured.runs[0].at_pace(1.03), steps=first.at_pace(1.03).steps * 10)
     many = replace(before, runs=[replace(first, steps=first.steps * 10)])
     assert (
-        corrected(before, replace(found, runs=[replace(slightly, steps=slightly.steps[:1])]))
+        corrected(before, replace(remeasured, runs=[replace(slightly, steps=slightly.steps[:1])]))
         .runs[-1]
         .passes
         > first.passes
     )
-    assert corrected(many, replace(found, runs=[slightly])).runs[-1].passes == pytest.approx(
+    assert corrected(many, replace(remeasured, runs=[slightly])).runs[-1].passes == pytest.approx(
         first.passes
     )
 
@@ -172,13 +170,15 @@ def test_profile_records_its_conditions() -> None:
 def test_mixed_plan_step_is_a_calibration_anchor() -> None:
     model = build(Perceptron)
     batch = torch.randn(64, 16), torch.randn(64, 10)
-    how = {"repeats": 2, "progress": False, "sensitivity": None}
-    before = measure(model, Counted(), [batch], ["fp32", "bf16"], **how)
+    arguments = {"repeats": 2, "progress": False, "sensitivity": None}
+    before = measure(model, Counted(), [batch], ["fp32", "bf16"], **arguments)
     mixed = Plan(
         operators={"layers.0/linear": "bf16", "layers.3/linear": "fp32", "head/linear": "int8"}
     )
     assert "int8" not in before.graph.formats
-    after = measure(model, Counted(), [batch], plan=mixed, profile=before, **how)
-    own: MeasuredRun = after.runs[-1]
+    after = measure(model, Counted(), [batch], plan=mixed, profile=before, **arguments)
+    measured_run: MeasuredRun = after.runs[-1]
     assert after.interpolated(mixed) == []
-    assert qsync_fx.replay(mixed, after).seconds == pytest.approx(own.forward + own.backward)
+    assert qsync_fx.replay(mixed, after).seconds == pytest.approx(
+        measured_run.forward + measured_run.backward
+    )

@@ -1,6 +1,4 @@
-"""Files of profiles: what is written comes back, and what is no profile of this model and machine
-is refused in words.
-"""
+"""Profile files: round trips, and errors for invalid files and for other models and machines."""
 
 from __future__ import annotations
 
@@ -83,13 +81,13 @@ def test_profile_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_notebook_representation_has_one_line() -> None:
-    said = repr(taken())
+    text = repr(taken())
     assert (
-        said.startswith("Profile(Net of ")
-        and "operators, " in said
-        and said.endswith(" ms in fp32)")
+        text.startswith("Profile(Net of ")
+        and "operators, " in text
+        and text.endswith(" ms in fp32)")
     )
-    assert len(said) < 150 and "\n" not in said
+    assert len(text) < 150 and "\n" not in text
 
 
 def test_file_without_loss_memory_is_loaded_as_unknown(
@@ -98,9 +96,9 @@ def test_file_without_loss_memory_is_loaded_as_unknown(
     tree: Any = PROFILE.plain(taken())
     del tree["loss_memory"]
     (tmp_path / "net.json").write_text(json.dumps(tree))
-    found = Profile.load(tmp_path / "net.json")
-    assert found == replace(taken(), loss_memory=None)
-    assert "memory of the loss: not known" in str(found) and "not known" not in str(taken())
+    profile = Profile.load(tmp_path / "net.json")
+    assert profile == replace(taken(), loss_memory=None)
+    assert "memory of the loss: not known" in str(profile) and "not known" not in str(taken())
 
 
 def test_file_without_copies_and_buffers_is_loaded_as_unknown(
@@ -110,22 +108,22 @@ def test_file_without_copies_and_buffers_is_loaded_as_unknown(
     for name in ("slowdown", "copies", "buffers"):
         del tree["collectives"][0][name]
     (tmp_path / "net.json").write_text(json.dumps(tree))
-    (found,) = Profile.load(tmp_path / "net.json").collectives
-    assert (found.slowdown, found.copies, found.buffers) == (1.0, None, 0.0)
+    (collective,) = Profile.load(tmp_path / "net.json").collectives
+    assert (collective.slowdown, collective.copies, collective.buffers) == (1.0, None, 0.0)
 
 
 def test_profile_contains_communication_times() -> None:
-    said = str(taken())
+    text = str(taken())
     assert (
         "delays computation by 90% of that; copies into and out of buckets at 10GB/s; "
-        "buffers in 0.8 ms" in said
+        "buffers in 0.8 ms" in text
     )
     kinds = [
         (line, "all ranks, 2 ranks each: 16.8MB in" in line)
-        for line in said.splitlines()
+        for line in text.splitlines()
         if line.startswith("exchange of coded gradients by ")
     ]
-    assert len(kinds) == 2 and all(sized for _, sized in kinds), said
+    assert len(kinds) == 2 and all(sized for _, sized in kinds), text
 
 
 @pytest.mark.parametrize("loss", [None, LossMemory(), LossMemory(held=100_000, most=500_000)])
@@ -134,13 +132,13 @@ def test_peaks_use_the_loss_memory_of_the_profile(
 ) -> None:
     profile = replace(taken(), optimizer_memory=SGD, loss_memory=loss)
     plan = qsync_fx.Plan.uniform("fp32")
-    (found,) = qsync_fx.replay(plan, profile).peak_bytes.values()
-    assert found == peak_bytes(states(profile.graph, plan), TrainingMemory(SGD, loss=loss))
+    (peak,) = qsync_fx.replay(plan, profile).peak_bytes.values()
+    assert peak == peak_bytes(states(profile.graph, plan), TrainingMemory(SGD, loss=loss))
     chosen = qsync_fx.find_plan(profile, objective="fastest", budget=1e9, memory=1e9)
     (figures,) = chosen.evaluation.classes.values()
-    (asked,) = chosen.plans.values()
+    (selected,) = chosen.plans.values()
     assert figures.peak_bytes == most_bytes(
-        states(profile.graph, asked), TrainingMemory(SGD, loss=loss)
+        states(profile.graph, selected), TrainingMemory(SGD, loss=loss)
     )
 
 
@@ -163,7 +161,7 @@ def test_unmeasured_states_are_reported() -> None:
 
 
 def changed(tmp_path: Path, *keys: str | int, to: Any) -> Path:
-    """Writes a profile in which the value at a path of keys is another one."""
+    """Write a profile whose value at a path of keys is replaced."""
     tree: Any = PROFILE.plain(taken())
     part = tree
     for key in keys[:-1]:
@@ -236,7 +234,7 @@ def test_profile_of_another_machine_is_rejected_by_default(tmp_path: Path) -> No
 def test_table_shows_the_gain_of_narrow_formats() -> None:
     text = str(taken())
     linear = next(line for line in text.splitlines() if "fc/linear" in line).split()
-    # A linear layer keeps its input's copy in BF16; in FP32 the input is there anyway.
+    # A linear layer saves a copy of its input in BF16; in FP32, the input is live anyway.
     assert linear == ["fc/linear", "76.7%", "23", "-", "11.5", "1.02KB", "0.12", "11.5"]
     assert text.index("fc/linear") < text.index("relu/relu"), "the dearest first"
     assert "optimizer AdamW: 4 ms" in text and "gloo, 2 ranks" in text

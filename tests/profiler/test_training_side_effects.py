@@ -1,4 +1,4 @@
-"""Training that leaves no trace: every value and every object is as before."""
+"""Training without side effects: all values and objects are restored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_training_state_is_restored(name: str, trained: bool) -> None:
     gradients = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
     modes = [module.training for module in model.modules()]
     state = {
-        p: {key: (v, v.clone()) for key, v in kept.items()} for p, kept in optimizer.state.items()
+        p: {key: (v, v.clone()) for key, v in entries.items()}
+        for p, entries in optimizer.state.items()
     }
     groups = [dict(group) for group in optimizer.param_groups]
     generators = (
@@ -65,8 +66,8 @@ def test_training_state_is_restored(name: str, trained: bool) -> None:
         assert parameter.grad is gradient and torch.equal(gradient, value)
     assert [module.training for module in model.modules()] == modes
     assert optimizer.state.keys() == state.keys()
-    for parameter, kept in state.items():
-        for key, (tensor, value) in kept.items():
+    for parameter, entries in state.items():
+        for key, (tensor, value) in entries.items():
             assert optimizer.state[parameter][key] is tensor and torch.equal(tensor, value)
     assert [dict(group) for group in optimizer.param_groups] == groups
     assert torch.equal(torch.get_rng_state(), generators[0])

@@ -1,6 +1,4 @@
-"""What the lines of Inductor's wrappers compute: of all that it tells of a kernel, no more than the
-kernel does.
-"""
+"""Nodes computed by lines of Inductor's wrappers, from Inductor's broader provenance."""
 
 from __future__ import annotations
 
@@ -17,48 +15,44 @@ GRADIENTS = "torch.ops.aten.convolution_backward.default:3"
 
 
 def backward() -> tuple[fx.Graph, dict[str, fx.Node]]:
-    """The backward pass of two convolutions with a ReLU between them, whose gradients nobody has
-    given memory.
-    """
+    """Return the backward graph of two convolutions with a ReLU between them, and its nodes."""
     graph = fx.Graph()
     incoming = graph.placeholder("incoming")
-    found = {"gate": graph.call_function(aten.threshold_backward.default, (incoming, incoming, 0))}
-    found["both"] = graph.call_function(
-        aten.convolution_backward.default, (found["gate"], incoming, incoming)
+    nodes = {"gate": graph.call_function(aten.threshold_backward.default, (incoming, incoming, 0))}
+    nodes["both"] = graph.call_function(
+        aten.convolution_backward.default, (nodes["gate"], incoming, incoming)
     )
-    found["of_input"] = graph.call_function(operator.getitem, (found["both"], 0))
-    found["narrow"] = graph.call_function(aten._to_copy.default, (found["of_input"],))
-    found["second"] = graph.call_function(
-        aten.convolution_backward.default, (found["narrow"], incoming, incoming)
+    nodes["of_input"] = graph.call_function(operator.getitem, (nodes["both"], 0))
+    nodes["narrow"] = graph.call_function(aten._to_copy.default, (nodes["of_input"],))
+    nodes["second"] = graph.call_function(
+        aten.convolution_backward.default, (nodes["narrow"], incoming, incoming)
     )
-    return graph, found
+    return graph, nodes
 
 
 def test_library_calls_own_their_node_and_fused_kernels_do_not() -> None:
     graph, nodes = backward()
     gate, both, narrow, second = (nodes[name] for name in ("gate", "both", "narrow", "second"))
-    told = [
+    reported = [
         ("cpp_fused_convolution_backward_threshold_backward_0", [gate, both]),
-        # In whatever order they are told.
+        # The order of reported nodes is arbitrary.
         (GRADIENTS, [both, gate]),
         ("cpp_fused__to_copy_convolution_backward_1", [second, narrow]),
         (GRADIENTS, [narrow, second]),
         ("extern_kernels.mm", []),
     ]
-    assert computed_by(graph, told) == [[gate], [both], [narrow], [second], []]
+    assert computed_by(graph, reported) == [[gate], [both], [narrow], [second], []]
 
 
 def test_transposition_counts_to_its_consumer() -> None:
     graph, nodes = backward()
-    told = [("cpp_fused_convolution_backward_0", [nodes["both"]]), (GRADIENTS, [nodes["both"]])]
-    assert computed_by(graph, told) == [[nodes["both"]], [nodes["both"]]]
+    reported = [("cpp_fused_convolution_backward_0", [nodes["both"]]), (GRADIENTS, [nodes["both"]])]
+    assert computed_by(graph, reported) == [[nodes["both"]], [nodes["both"]]]
 
 
 @ALL
 def test_convolution_gradients_are_one_call() -> None:
-    """Pins what is used of Inductor: a call with two results is told with all nodes that its
-    operands are made of, itself the last.
-    """
+    """Pin Inductor's provenance of a call with two results: all nodes of its operands, then it."""
     model = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 4, 3), nn.ReLU())
     with watching() as files:
         compiled = torch.compile(

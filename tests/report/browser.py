@@ -1,4 +1,4 @@
-"""Headless Chromium: the page after its program has run, and the messages of its console."""
+"""Headless Chromium: pages after their program has run, and console messages."""
 
 from __future__ import annotations
 

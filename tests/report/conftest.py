@@ -1,4 +1,4 @@
-"""Values that reports show: a small BERT on a fleet of two device classes."""
+"""Inputs of reports: a small BERT on a fleet of two device classes."""
 
 from __future__ import annotations
 

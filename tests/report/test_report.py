@@ -1,4 +1,4 @@
-"""A report is one file that loads nothing, and each of its tabs renders without errors."""
+"""Reports: a single file without external resources, whose tabs render without errors."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_graph_has_the_formats_after_each_pass(fleet: Fleet) -> None:
     assert not passes["cascade"]["casts"]
     casts = passes["insert_casts"]["casts"]
     assert casts
-    # Operands and a bias: a cast counts once, however many nodes it has.
+    # Operands and a bias: a cast counts once, regardless of its number of nodes.
     assert all(len(formats) <= 3 for formats in casts.values())
     assert any(line.startswith("+") for line in passes["insert_casts"]["diff"])
 
@@ -139,7 +139,7 @@ def test_a_console_message_is_detected(tmp_path: Path) -> None:
 
 
 def test_the_bundle_is_built_from_the_sources() -> None:
-    """After a change of web/, `make report-bundle` builds both files again."""
+    """`make report-bundle` rebuilds both files after a change of web/."""
     folder = Path(document.__file__).parent
     sources = [folder / "web/package-lock.json", *sorted((folder / "web/src").iterdir())]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
@@ -317,5 +317,5 @@ def test_the_graph_of_a_profiled_model_is_that_of_the_computed_plan(
     assert main(["report", "nets_to_plan:small", *files, "--points", "0"]) == 0
     graph = data_of(Path("report.html").read_text())["tabs"]["graph"]
     formats = graph["passes"][-1]["formats"]
-    shown = {node["id"]: formats[str(at)][0] for at, node in enumerate(graph["nodes"])}
+    shown = {node["id"]: formats[str(index)][0] for index, node in enumerate(graph["nodes"])}
     assert {str(op): fmt.name for op, fmt in plan.operators.items()}.items() <= shown.items()

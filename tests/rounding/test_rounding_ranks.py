@@ -1,5 +1,5 @@
-"""Rounding over real processes: ranks round independently though they are seeded alike, and a
-killed run goes on to the same bits.
+"""Rounding in real processes: ranks with equal seeds round independently, and a killed run resumes
+bit for bit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ run = functools.partial(results, script="rounding_rank.py")
 
 
 def restarted(ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """Runs the training that is killed by torchrun, which starts it again once; returns what each
-    rank wrote.
+    """Run a training that is killed under torchrun, which restarts it once; return the output of
+    each rank.
     """
     folder.mkdir()
-    # Ranks of torch 2.13 that are restarted find the addresses of those before them in the store
-    # that they share with torchrun.
+    # With torch 2.13, restarted ranks read addresses of earlier ranks from the store of torchrun.
     environment = forks.shell({**os.environ, **ENVIRONMENT}) | {
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
     }
@@ -42,7 +41,7 @@ def restarted(ranks: int, folder: Path) -> list[dict[str, Any]]:
         try:
             printed, _ = launcher.communicate(timeout=240)
         except subprocess.TimeoutExpired:
-            launcher.terminate()  # torchrun ends its ranks then
+            launcher.terminate()  # torchrun then ends its ranks
             printed, _ = launcher.communicate()
     assert launcher.returncode == 0, printed[-5000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -54,21 +53,21 @@ def test_the_noise_of_the_averaged_gradient_falls_with_the_number_of_ranks(tmp_p
     assert len({rank["generator"] for rank in ranks}) == 1, (
         "torch's generators are where one seed leaves them"
     )
-    found = {int(n): value for n, value in ranks[0]["variance"].items()}
-    assert found[1] > 0
-    assert all(rank["variance"]["4"] == found[4] for rank in ranks), (
+    variances = {int(n): value for n, value in ranks[0]["variance"].items()}
+    assert variances[1] > 0
+    assert all(rank["variance"]["4"] == variances[4] for rank in ranks), (
         "all ranks hold the same average"
     )
     for n in (2, 4):
-        assert found[n] * n / found[1] == pytest.approx(1, rel=0.15)
+        assert variances[n] * n / variances[1] == pytest.approx(1, rel=0.15)
 
 
 @tiers.ALL
 def test_killed_run_resumes_bit_equal(tmp_path: Path) -> None:
-    whole = run("whole", 2, tmp_path / "whole")
+    uninterrupted = run("whole", 2, tmp_path / "whole")
     resumed = restarted(2, tmp_path / "interrupted")
-    assert [rank.pop("first") for rank in whole] == [0, 0]
+    assert [rank.pop("first") for rank in uninterrupted] == [0, 0]
     assert [rank.pop("first") for rank in resumed] == [3, 3]
-    assert resumed == whole
-    assert whole[0]["weights"] == whole[1]["weights"]
-    assert whole[0]["losses"] != whole[1]["losses"]
+    assert resumed == uninterrupted
+    assert uninterrupted[0]["weights"] == uninterrupted[1]["weights"]
+    assert uninterrupted[0]["losses"] != uninterrupted[1]["losses"]

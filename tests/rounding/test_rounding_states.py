@@ -1,5 +1,5 @@
-"""The stream of roundings goes with the states of torch's generator, and has a state of its own
-that can be kept and set.
+"""State of the rounding stream: it follows the states of torch's generator, and has its own state
+to save and load.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
-from torch import Tensor, manual_seed  # manual_seed by name, before anything of qsync_fx watches it
+from torch import Tensor, manual_seed  # manual_seed by name, before qsync_fx wraps it
 
 import qsync_fx
 from tests.support.computing.rounding_steps import started
@@ -56,8 +56,8 @@ def test_a_state_that_is_set_back_brings_the_rounding_back(
 
 
 def test_a_state_that_knows_no_place_leaves_the_stream_where_it_is() -> None:
-    """To go back to the start would round twice alike: Dynamo, for one, sets clones of states back
-    whenever it compiles.
+    """Check that a state without a stream position does not reset the stream, which would repeat
+    roundings: Dynamo restores clones of states when it compiles.
     """
     step = started()
     manual_seed(3)
@@ -83,9 +83,9 @@ def test_a_fork_leaves_no_trace() -> None:
 
 
 def test_states_equal_torch() -> None:
-    watched, own = torch.get_rng_state(), torch.default_generator.get_state()
-    assert type(watched) is type(own)
-    assert torch.equal(watched, own)
+    state, generator_state = torch.get_rng_state(), torch.default_generator.get_state()
+    assert type(state) is type(generator_state)
+    assert torch.equal(state, generator_state)
     assert torch.manual_seed(1) is torch.default_generator
     assert torch.random.default_generator.device == torch.default_generator.device
 
@@ -97,10 +97,10 @@ def test_state_from_json_resumes_bit_equal() -> None:
     step = started()
     manual_seed(3)
     step()
-    kept = json.dumps(qsync_fx.rounding_stream.state_dict())
+    saved = json.dumps(qsync_fx.rounding_stream.state_dict())
     second, third = step(), step()
     torch.seed()
-    qsync_fx.rounding_stream.load_state_dict(json.loads(kept))
+    qsync_fx.rounding_stream.load_state_dict(json.loads(saved))
     assert_equal(second, step())
     assert_equal(third, step())
 
@@ -112,14 +112,14 @@ def test_it_does_not_matter_whether_torch_s_state_is_set_before_or_after(
     step = started()
     manual_seed(3)
     step()
-    of_torch, kept = torch.get_rng_state().clone(), qsync_fx.rounding_stream.state_dict()
+    torch_state, saved = torch.get_rng_state().clone(), qsync_fx.rounding_stream.state_dict()
     second = step()
     torch.seed()
     if loaded_first:
-        qsync_fx.rounding_stream.load_state_dict(kept)
-    torch.set_rng_state(of_torch)
+        qsync_fx.rounding_stream.load_state_dict(saved)
+    torch.set_rng_state(torch_state)
     if not loaded_first:
-        qsync_fx.rounding_stream.load_state_dict(kept)
+        qsync_fx.rounding_stream.load_state_dict(saved)
     assert_equal(second, step())
 
 

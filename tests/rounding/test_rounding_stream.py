@@ -1,7 +1,6 @@
-"""Rounding has a stream of its own: it leaves torch's generators alone, moves with torch's seed and
-state, and can be kept and set.
+"""Random stream of roundings: it does not change torch's generators, and follows torch's seed.
 
-What ranks and restarts make of it is in test_rounding_ranks.py.
+test_rounding_states.py tests its state, test_rounding_ranks.py ranks and restarts.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import (
     Tensor,
     manual_seed,
     nn,
-)  # manual_seed by name, before anything of qsync_fx watches it
+)  # manual_seed by name, before qsync_fx wraps it
 
 import qsync_fx
 from qsync_fx.rounding import number
@@ -56,8 +55,8 @@ def test_torch_s_generator_is_where_fp32_leaves_it(precision: str, inner_backend
             step(fast, model)
         return torch.get_rng_state(), torch.randperm(100)
 
-    for found, wanted in zip(after(precision), after("fp32"), strict=True):
-        assert torch.equal(found, wanted)
+    for actual, expected in zip(after(precision), after("fp32"), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_dropout_mask_equals_fp32() -> None:
@@ -109,11 +108,11 @@ def test_equal_seeds_give_equal_runs(
     ids=["torch", "torch.random", "its generator", "torch.random's generator"],
 )
 def test_every_seed_function_restarts_the_stream(seeded: Callable[[], Any]) -> None:
-    step, found = started(), []
+    step, results = started(), []
     for _ in range(2):
         seeded()
-        found.append(step())
-    assert_equal(*found)
+        results.append(step())
+    assert_equal(*results)
 
 
 def test_new_seed_of_torch_generator_is_detected() -> None:
@@ -162,7 +161,7 @@ def test_seeding_in_forward_repeats_the_rounding() -> None:
     assert torch.equal(fast(x), fast(x))
 
 
-# What draws, and what does not.
+# Operations that draw random numbers.
 
 
 def _draws() -> int:
@@ -225,19 +224,19 @@ def test_memory_budget_recomputation_repeats_the_rounding(
 ) -> None:
     step = started(inner_backend=inner_backend)
     manual_seed(3)
-    kept = step()
+    expected = step()
     torch.compiler.reset()
     with torch._functorch.config.patch(activation_memory_budget=budget):
         manual_seed(3)
-        assert_equal(kept, step())
+        assert_equal(expected, step())
     assert _draws() == 1
 
 
 def test_numbers_of_seeds_ranks_and_places_do_not_meet() -> None:
-    found = [number(*place) for place in itertools.product(range(25), range(4), range(25))]
-    assert len(set(found)) == len(found)
-    assert all(0 <= drawn < 2**62 for drawn in found)
-    # Every bit is set in half of them, within five standard deviations.
+    numbers = [number(*place) for place in itertools.product(range(25), range(4), range(25))]
+    assert len(set(numbers)) == len(numbers)
+    assert all(0 <= value < 2**62 for value in numbers)
+    # Every bit is set in half of the numbers, within five standard deviations.
     for bit in range(62):
-        ones = sum(drawn >> bit & 1 for drawn in found)
-        assert abs(ones - len(found) / 2) < 5 * (len(found) / 4) ** 0.5
+        ones = sum(value >> bit & 1 for value in numbers)
+        assert abs(ones - len(numbers) / 2) < 5 * (len(numbers) / 4) ** 0.5

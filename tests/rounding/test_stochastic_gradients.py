@@ -1,9 +1,9 @@
-"""The option `gradient_rounding`: gradients of 16 bits whose mean over many roundings is what FP32
-makes of them.
+"""Option `gradient_rounding`: 16-bit gradients whose mean over many roundings equals the FP32
+gradient.
 
-How far a mean may lie from its expectation is what `test_unbiased.greatest_z` says. The gradients
-that roundings start from are in FP32 and the formats of the forward pass are rounded to nearest, so
-that all that is random is what the option makes so.
+`test_unbiased.greatest_z` computes the distance of a mean from its expectation. Roundings start
+from FP32 gradients, and the forward pass rounds to nearest, so the option is the only source of
+randomness.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Linear(nn.Module):
 
 
 class Transposed(nn.Module):
-    """Its product is written as `addmm`."""
+    """Layer whose product is an `addmm`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Transposed(nn.Module):
 
 
 class Written(nn.Module):
-    """A product that is no layer, of a weight `[K, N]`."""
+    """Product with a weight `[K, N]`, without a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Written(nn.Module):
 
 
 class Conv(nn.Module):
-    """With a stride of 2, on which some taps of the kernel meet nothing but padding."""
+    """Convolution with a stride of 2, for which some taps of the kernel read only padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ LAYERS: dict[type[nn.Module], tuple[int, ...]] = {
 
 
 def values(t: Tensor, fmt: str) -> Tensor:
-    """What a layer in a format computes with, in FP64."""
+    """Return the operand values of a layer in a format, in FP64."""
     if fmt == "bf16":
         return t.detach().bfloat16().double()
     q, scale = quantize(t.detach(), SEED, 0, fmt, "nearest", [])
@@ -101,7 +101,7 @@ def draws(
 
 
 def under_inductor(make: type[nn.Module], fmt: str) -> Any:
-    """In the tier all Inductor compiles each layer in one format, and one layer in each."""
+    """Return a parameter whose tier is all for each layer in BF16 and for Linear in each format."""
     marks = tiers.ALL if fmt == "bf16" or make is Linear else tiers.EVERY
     return pytest.param(make, fmt, "inductor", marks=marks)
 
@@ -122,16 +122,16 @@ def under_inductor(make: type[nn.Module], fmt: str) -> Any:
 def test_gradients_are_right_on_average(
     make: type[nn.Module], fmt: str, inner_backend: str
 ) -> None:
-    """Of a layer whose input is FP32, and so its gradient: what is rounded is what comes in, and
-    the product is not rounded at all.
+    """Check layers with an FP32 input, and thus an FP32 input gradient: the incoming gradient is
+    rounded, the product is not.
     """
     model = build(make)
     x, layer = torch.randn(LAYERS[make], requires_grad=True), model.layer
     gradient = torch.randn_like(model(x))
     operands = [values(t, fmt).requires_grad_() for t in (x, layer.weight)]
     if inner_backend == "inductor" and fmt == "bf16":
-        # It makes the narrow weight anew for the backward pass, in the kernel that widens it, and
-        # leaves both conversions out.
+        # Inductor recomputes the narrow weight in the backward kernel that widens it, and removes
+        # both conversions.
         operands[1] = layer.weight.detach().double()
     exact_layer = build(make).double()
     with torch.no_grad():
@@ -146,22 +146,21 @@ def test_gradients_are_right_on_average(
             inner_backend=inner_backend,
             **{**HOW, "gradient_rounding": rounding},
         )
-        found = [
+        z_values = [
             greatest_z(d, e)
             for d, e in zip(zip(*draws(run, layer, x, gradient), strict=True), exact, strict=True)
         ]
-        # Where the output is FP32, as that of INT8 here, the gradient of a bias is summed before
-        # anything is rounded.
-        checked = found if fmt == "bf16" and make is not Written else found[:2]
+        # If the output is FP32, as for INT8, the bias gradient is summed before the first rounding.
+        checked = z_values if fmt == "bf16" and make is not Written else z_values[:2]
         assert (
-            max(found) < LARGEST_Z if rounding == "stochastic" else min(checked) > 3 * LARGEST_Z
-        ), (rounding, found)
+            max(z_values) < LARGEST_Z if rounding == "stochastic" else min(checked) > 3 * LARGEST_Z
+        ), (rounding, z_values)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8"])
 def test_a_gradient_that_stays_in_bf16_is_rounded_from_its_sum_in_fp32(fmt: str) -> None:
-    """The second layer's input is BF16, so the gradient of it is: what the first layer gets is
-    right on average all the same.
+    """Check the first layer's gradient, which is right on average although the gradient of the
+    second layer's input is BF16, like the input.
     """
     first, second = (nn.Linear(*sizes, bias=False) for sizes in ((9, 8), (8, 5)))
     model = nn.Sequential(first, nn.ReLU(), second)
@@ -177,16 +176,16 @@ def test_a_gradient_that_stays_in_bf16_is_rounded_from_its_sum_in_fp32(fmt: str)
             inner_backend="eager",
             **{**HOW, "gradient_rounding": rounding},
         )
-        found = greatest_z(
+        z = greatest_z(
             (torch.autograd.grad(run(x), first.weight, gradient)[0] for _ in range(DRAWS)), exact
         )
-        assert found < LARGEST_Z if rounding == "stochastic" else found > 3 * LARGEST_Z
+        assert z < LARGEST_Z if rounding == "stochastic" else z > 3 * LARGEST_Z
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_rounding_to_torch_dtypes(fmt: str, dtype: torch.dtype) -> None:
-    """To nearest it is torch's conversion, to the bit; stochastically one of both neighbours, and
-    beyond the range infinite.
+    """Check that nearest rounding equals torch's conversion bit for bit, and stochastic rounding
+    returns one of both neighbours, or infinity beyond the range.
     """
     torch.manual_seed(0)
     limit = torch.finfo(dtype).max

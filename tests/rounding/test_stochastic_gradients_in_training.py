@@ -37,8 +37,7 @@ from tests.support.models.small_models import (
             for fmt in ("bf16", "int8", "fp8", "int8_grad")
             for inner_backend in ("eager", "aot_eager")
         ),
-        # What Inductor makes of other roundings, test_stochastic_gradients and test_fused_quantizer
-        # say.
+        # test_stochastic_gradients and test_fused_quantizer cover other roundings with Inductor.
         pytest.param("int8_grad", "inductor", marks=tiers.ALL),
         *(pytest.param(fmt, "inductor", marks=tiers.EVERY) for fmt in ("bf16", "int8", "fp8")),
     ],
@@ -46,7 +45,7 @@ from tests.support.models.small_models import (
 def test_the_forward_pass_is_the_same_and_gradients_are_as_near(
     fmt: str, inner_backend: str
 ) -> None:
-    found = {}
+    results = {}
     for rounding in ("nearest", "stochastic"):
         torch._dynamo.reset()
         model = build(Convolutional)
@@ -55,10 +54,10 @@ def test_the_forward_pass_is_the_same_and_gradients_are_as_near(
             torch.randn(16, 1, 8, 8)
         )
         y.square().mean().backward()
-        found[rounding] = y.detach(), gradients(model)
+        results[rounding] = y.detach(), gradients(model)
         torch.set_rng_state(before)
-    assert torch.equal(found["nearest"][0], found["stochastic"][0])
-    error = relative_error(found["stochastic"][1], found["nearest"][1])
+    assert torch.equal(results["nearest"][0], results["stochastic"][0])
+    error = relative_error(results["stochastic"][1], results["nearest"][1])
     assert 0 < error < (0.02 if fmt in ("bf16", "int8") else 0.2)
 
 
@@ -69,18 +68,18 @@ def test_the_seed_of_torch_decides_and_torchs_generator_stays(fmt: str) -> None:
 
     def steps() -> list[dict[str, Tensor]]:
         torch.manual_seed(3)
-        before, found = torch.get_rng_state(), []
+        before, results = torch.get_rng_state(), []
         for _ in range(2):
             model.zero_grad()
             run(x).square().mean().backward()
-            found.append(gradients(model))
+            results.append(gradients(model))
         assert torch.equal(torch.get_rng_state(), before)
-        return found
+        return results
 
     steps()  # compiles
     first, again = steps(), steps()
-    for one, other in zip(first, again, strict=True):
-        assert_equal(one, other)
+    for actual, expected in zip(first, again, strict=True):
+        assert_equal(actual, expected)
     assert relative_error(*first) > 0
 
 
@@ -88,18 +87,18 @@ def test_ranks_round_independently() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     model, x = build(Perceptron), torch.randn(8, 16)
-    run, found = compiled(model, precision="bf16", gradient_rounding="stochastic"), []
+    run, results = compiled(model, precision="bf16", gradient_rounding="stochastic"), []
     for rank in (0, 1, 0):
         dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
         try:
             torch.manual_seed(0)
             model.zero_grad()
             run(x).square().mean().backward()
-            found.append(gradients(model))
+            results.append(gradients(model))
         finally:
             dist.destroy_process_group()
-    assert relative_error(found[0], found[1]) > 0
-    assert_equal(found[0], found[2])
+    assert relative_error(results[0], results[1]) > 0
+    assert_equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8"])
@@ -119,15 +118,15 @@ def test_checkpointed_regions_round_as_without(fmt: str) -> None:
             )
             return self.head(x + body)
 
-    found = []
+    results = []
     for checkpointed in (False, True):
-        model = build(lambda here=checkpointed: Model(here))
+        model = build(lambda recompute=checkpointed: Model(recompute))
         torch.manual_seed(5)
         compiled(model, precision=fmt, gradient_rounding="stochastic")(
             torch.randn(8, 16)
         ).square().mean().backward()
-        found.append(gradients(model))
-    assert_equal(*found)
+        results.append(gradients(model))
+    assert_equal(*results)
 
 
 def test_other_batch_sizes_do_not_recompile() -> None:
@@ -161,12 +160,12 @@ def test_gradients_rounded_to_nearest_are_reported() -> None:
             return key @ key.transpose(1, 2)
 
     options = {"precision": "bf16", "gradient_rounding": "stochastic"}
-    found = {
+    reasons = {
         op.id.operator: op.reason
         for op in qsync_fx.explain(Scores(), torch.randn(2, 5, 16), options=options).operators
     }
-    assert "nearest" not in found["linear"]
-    assert "its gradients are rounded to the nearest value" in found["matmul"]
+    assert "nearest" not in reasons["linear"]
+    assert "its gradients are rounded to the nearest value" in reasons["matmul"]
 
 
 def test_gradient_roundings_have_separate_streams() -> None:
@@ -175,8 +174,8 @@ def test_gradient_roundings_have_separate_streams() -> None:
     )
     plan = qsync_fx.Plan.uniform("bf16").with_precision("2", "int8")
     options: dict[str, Any] = {"plan": plan, "gradient_rounding": "stochastic"}
-    found = qsync_fx.explain(model, torch.randn(4, 16, requires_grad=True), options=options)
-    nodes = found.graph_module("stochastic_gradients").graph.nodes
+    explained = qsync_fx.explain(model, torch.randn(4, 16, requires_grad=True), options=options)
+    nodes = explained.graph_module("stochastic_gradients").graph.nodes
     facts = [
         fact
         for node in nodes
@@ -186,11 +185,11 @@ def test_gradient_roundings_have_separate_streams() -> None:
     streams = [fact.stream for fact in facts if fact.stream is not None]
     assert any(stream < GRADIENTS for stream in streams)
     assert any(GRADIENTS <= stream < RESULT for stream in streams)
-    # What the backward pass of an operator adds to its own stream leads to no other's.
+    # The backward pass adds offsets to an operator's stream, which lead to no other stream.
     drawn = [
-        stream + place + more
+        stream + offset + more
         for stream in streams
-        for place in (0, *BACKWARD.values())
+        for offset in (0, *BACKWARD.values())
         for more in (0, RESULT)
     ]
     assert len(set(drawn)) == len(drawn)

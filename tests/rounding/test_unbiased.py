@@ -1,12 +1,12 @@
-"""Stochastic rounding is unbiased through whole operators: the mean over many roundings is what
-FP32 gives (QSync, section IV-A).
+"""Stochastic rounding is unbiased through operators: the mean over many roundings equals the FP32
+result (QSync, section IV-A).
 
-The mean of N results lies within a few standard errors of its expectation, so `z = (mean - exact) /
-standard error` is what is tested. What is rounded to a 16-bit carrier is rounded to the nearest,
-and that error need not average out. Where products are exact in the carrier nothing of it is there;
-elsewhere it is allowed on top: one unit of the product, and where a scale per channel is multiplied
-into a gradient that is then rounded to BF16, one unit of each summand. Random numbers are the same
-in each run: a test of this kind would else fail by chance.
+The mean of N results is within a few standard errors of its expectation, so the tests check
+`z = (mean - exact) / standard error`. Rounding to a 16-bit compute dtype is to nearest, and its
+error need not average out. It is zero if products are exact in that dtype. Otherwise the tests
+allow one unit of the product, or one unit of each summand if a scale per channel is multiplied into
+a gradient that is then rounded to BF16. Random numbers are the same in each run, since these tests
+could otherwise fail by chance.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ Run = Callable[..., Tensor]
 
 
 def greatest_z(draws: Iterable[Tensor], exact: Tensor, allowed: Tensor | float = 0.0) -> float:
-    """Returns the largest distance of the mean from `exact`, less what is allowed, in standard
-    errors.
-    """
+    """Return the largest distance of the mean from `exact`, minus `allowed`, in standard errors."""
     values = torch.stack([draw.double() for draw in draws])
     error = (values.mean(0) - exact).abs() - allowed
-    # Values that are never rounded differ from the exact ones by FP32's rounding only.
+    # Values that are not rounded stochastically differ from `exact` only by FP32 rounding.
     least = 2.0**-20 * exact.abs().max()
     return (error / (values.std(0) / len(values) ** 0.5).clamp(min=least)).max().item()
 
@@ -48,9 +46,9 @@ def linear(fmt: str, rounding: str, channel: bool) -> Run:
     def run(x: Tensor, weight: Tensor, seed: Tensor) -> Tensor:
         a = operand(x, fmt, rounding, [0] if channel else [], 0, seed)
         b = operand(weight, fmt, rounding, [0] if channel else [], 1, seed)
-        how = fmt, rounding, torch.float32
+        options = fmt, rounding, torch.float32
         y: Tensor = torch.ops.qsync.linear.default(
-            x, weight, None, a.q, a.scale, b.q, b.scale, seed, 2, *how
+            x, weight, None, a.q, a.scale, b.q, b.scale, seed, 2, *options
         )
         return y
 
@@ -61,9 +59,9 @@ def convolution(fmt: str, rounding: str, channel: bool) -> Run:
     def run(x: Tensor, weight: Tensor, seed: Tensor) -> Tensor:
         a = operand(x, fmt, rounding, [0] if channel else [], 0, seed)
         b = operand(weight, fmt, rounding, [0] if channel else [], 1, seed)
-        how = [2], [1], [1], False, [0], 1, [0, 1, 2], fmt, rounding, torch.float32
+        options = [2], [1], [1], False, [0], 1, [0, 1, 2], fmt, rounding, torch.float32
         y: Tensor = torch.ops.qsync.convolution.default(
-            x, weight, None, a.q, a.scale, b.q, b.scale, seed, 2, *how
+            x, weight, None, a.q, a.scale, b.q, b.scale, seed, 2, *options
         )
         return y
 
@@ -83,8 +81,8 @@ LAYERS = {
 def results(
     layer: str, fmt: str, rounding: str, channel: bool
 ) -> list[tuple[list[Tensor], Tensor, Tensor]]:
-    """Returns for output and both gradients: one for each seed, what they are in FP64, and what
-    carriers may add.
+    """Return for the output and both gradients: the result of each seed, the FP64 result, and the
+    error that the compute dtype may add.
     """
     make, plain, shape, weight_shape = LAYERS[layer]
     torch.manual_seed(0)
@@ -99,17 +97,17 @@ def results(
     exact = all_of(plain, x.double(), weight.double(), gradient.double())
     magnitude = all_of(plain, x.double().abs(), weight.double().abs(), gradient.double().abs())
     row = FORMATS[fmt]
-    one = unit(row.carrier.dtype)
+    roundoff = unit(row.carrier.dtype)
     allowed = [
-        one * (m if channel and row.gradient.plain else e.abs())
+        roundoff * (m if channel and row.gradient.plain else e.abs())
         for m, e in zip(magnitude, exact, strict=True)
     ]
-    # The output is FP32 here, and so is what it is computed in.
+    # The output is FP32 and is computed in FP32.
     allowed[0] = torch.zeros_like(exact[0])
-    found = [all_of(functools.partial(run, seed=seed), x, weight, gradient) for seed in seeds()]
+    runs = [all_of(functools.partial(run, seed=seed), x, weight, gradient) for seed in seeds()]
     return [
         (list(draws), e, a)
-        for draws, e, a in zip(zip(*found, strict=True), exact, allowed, strict=True)
+        for draws, e, a in zip(zip(*runs, strict=True), exact, allowed, strict=True)
     ]
 
 
@@ -137,8 +135,7 @@ def test_bias_test_detects_a_bias(layer: str, fmt: str) -> None:
 
 def test_gradients_that_are_exact_in_the_carrier_have_no_bias_left() -> None:
     torch.manual_seed(0)
-    # Products of levels with 1 and -1, two or three of them: whole numbers that BF16 holds, and FP8
-    # times E5M2 has seven bits.
+    # Sums of one or two products of INT8 levels with 1 and -1 are integers that BF16 represents.
     x, weight = torch.randn(2, 5, requires_grad=True), torch.randn(2, 5, requires_grad=True)
     gradient = torch.tensor([[1.0, -1.0], [1.0, 0.0]])
     exact = torch.autograd.grad(
@@ -146,8 +143,8 @@ def test_gradients_that_are_exact_in_the_carrier_have_no_bias_left() -> None:
     )
     run = linear("int8", "stochastic", False)
     draws = [torch.autograd.grad(run(x, weight, seed), (x, weight), gradient) for seed in seeds()]
-    for found, expected in zip(zip(*draws, strict=True), exact, strict=True):
-        assert greatest_z(found, expected.double()) < LARGEST_Z
+    for samples, expected in zip(zip(*draws, strict=True), exact, strict=True):
+        assert greatest_z(samples, expected.double()) < LARGEST_Z
 
 
 def test_a_gradient_in_fp8_has_no_bias_left_where_the_product_is_exact() -> None:
@@ -155,6 +152,7 @@ def test_a_gradient_in_fp8_has_no_bias_left_where_the_product_is_exact() -> None
     x, weight = torch.randn(8, 5, requires_grad=True), torch.randn(1, 5, requires_grad=True)
     gradient = torch.randn(8, 1)
     exact = gradient.double() @ weight.detach().double()
+    # Products of FP8 and E5M2 values have seven bits, which BF16 represents.
     run = linear("fp8", "stochastic", False)
     draws = [torch.autograd.grad(run(x, weight, seed), x, gradient)[0] for seed in seeds()]
     assert greatest_z(draws, exact) < LARGEST_Z

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, whatever stops the writing."""
+"""Atomic file writes: after any failure, the old file is unchanged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_text_that_no_file_can_hold(tmp_path: Path) -> None:
 def test_the_folder_reaches_the_disk_after_the_name_is_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without that a loss of power may leave a file that was reported as written under no name."""
+    """Otherwise a loss of power may lose the name of a file that was reported as written."""
     synced: list[tuple[bool, list[str]]] = []
     real = os.fsync
 
@@ -111,7 +111,7 @@ def test_check_writable_does_not_change_the_file(there: str | None, tmp_path: Pa
     if there is not None:
         path.write_text(there)
     check_writable(path)
-    assert [one.read_text() for one in tmp_path.iterdir()] == ([] if there is None else [there])
+    assert [file.read_text() for file in tmp_path.iterdir()] == ([] if there is None else [there])
 
 
 def test_unwritable_path_is_detected_before_writing(tmp_path: Path) -> None:

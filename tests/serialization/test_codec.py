@@ -1,5 +1,5 @@
-"""Files from anyone: what stands in one is the value that was written, or an error that says what
-is wrong, where, and what to do.
+"""Decoding of untrusted files: the result is the written value, or an error with its cause,
+location and remedy.
 """
 
 from __future__ import annotations
@@ -188,10 +188,10 @@ def test_invalid_field_is_reported_with_its_path(
     path: tuple[str | int, ...], value: object, what: str, where: str | None
 ) -> None:
     tree = json.loads(DRAWING.encode(SAMPLE))
-    at: Any = tree
+    container: Any = tree
     for step in path[:-1]:
-        at = at[step]
-    at[path[-1]] = value
+        container = container[step]
+    container[path[-1]] = value
     with pytest.raises(DrawingError) as caught:
         DRAWING.decode(json.dumps(tree))
     assert what in caught.value.what
@@ -260,7 +260,7 @@ FILES: dict[str, tuple[Schema[Any], Any]] = {
 
 
 def places(tree: object) -> Iterator[tuple[Any, Any]]:
-    """Yields each object and list in a tree with each of its keys."""
+    """Yield each object and list in a tree with each of its keys."""
     keys = (
         list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
     )
@@ -271,28 +271,26 @@ def places(tree: object) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_value_of_another_type_and_every_other_field_is_refused(name: str) -> None:
-    """An object instead of anything; a key that nothing has, in everything that has fields; a key
-    twice.
-    """
+    """Covers values of other types, unknown fields and duplicate keys."""
     schema, tree = FILES[name]
     text = json.dumps(tree)
     assert schema.noun == name
     schema.decode(text)
-    tried = 0
+    rejected = 0
     for holder, key in places(tree):
-        kept = holder[key]
+        original = holder[key]
         for wrong in ([[[]]], {"no such field": 1}):
             holder[key] = wrong
             if name != "plan" or key in ("format", "version"):
                 with pytest.raises(schema.error) as caught:
                     schema.decode(json.dumps(tree))
                 assert caught.value.do and caught.value.where
-                tried += 1
-        holder[key] = kept
+                rejected += 1
+        holder[key] = original
         if isinstance(holder, dict):
             twice = json.dumps(tree).replace(
                 f"{json.dumps(key)}: ", f"{json.dumps(key)}: 1, {json.dumps(key)}: ", 1
             )
             with pytest.raises(schema.error):
                 schema.decode(twice)
-    assert json.dumps(tree) == text and tried >= 4
+    assert json.dumps(tree) == text and rejected >= 4

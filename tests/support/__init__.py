@@ -1,3 +1,1 @@
-"""Helpers that tests share: rank scripts, models, problems, emulators; imported as
-`tests.support...`.
-"""
+"""Shared helpers of the tests: rank scripts, models, allocation problems and emulators."""

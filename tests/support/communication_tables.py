@@ -1,6 +1,6 @@
-"""Generate the tables of the pages on communication from results of benchmarks.
+"""Tables of the communication pages, generated from benchmark results.
 
-Invariant: each number is rounded from the file; its machine and versions are above the table.
+Invariant: each number is a rounded number of the result file that is named above the table.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def _trainings(name: str) -> str:
 
 
 def duo_overlap() -> str:
-    """Return the seconds of a step by the number of micro-batches, and the hidden part."""
+    """Return step times by number of micro-batches, and the hidden share of the reductions."""
     steps: dict[int, dict[str, Row]] = {}
     for row in rows_of("duo_overlap"):
         steps.setdefault(row["micro-batches"], {})[row["way"]] = row
-    ways = ["none", "1bit*", "duo1", "fp32"]
+    codecs = ["none", "1bit*", "duo1", "fp32"]
     rows = (
-        [str(count), *(f"{found[way]['seconds']:.2f} s" for way in ways), percent(hidden)]
-        for count, found in steps.items()
-        if (hidden := found["duo1"]["hidden"]) is not None
+        [str(count), *(f"{by_codec[codec]['seconds']:.2f} s" for codec in codecs), percent(hidden)]
+        for count, by_codec in steps.items()
+        if (hidden := by_codec["duo1"]["hidden"]) is not None
     )
-    head = ["micro-batches", "no reduction", *(f"`{way}`" for way in ways[1:]), "hidden"]
+    head = ["micro-batches", "no reduction", *(f"`{codec}`" for codec in codecs[1:]), "hidden"]
     return f"{source('duo_overlap')}\n\n{markdown(head, rows)}"
 
 
@@ -67,26 +67,29 @@ def aqgb_fig3() -> str:
         "to 0.68 s": lambda row: with_ideal(row, "overlap_last", "rule_last"),
         "all delivered at": lambda row: f"{row['end']:.3f} s",
         "ratios": lambda row: (
-            "" if row["way"] == "fp32" else ", ".join(f"{one:.2f}" for one in row["ratios"])
+            "" if row["way"] == "fp32" else ", ".join(f"{ratio:.2f}" for ratio in row["ratios"])
         ),
     }
     return table_of("aqgb_fig3", columns)
 
 
 def gpu_codecs() -> str:
-    """Return the time of codecs on a GPU, for the largest measured number of values of each."""
-    found: dict[str, dict[str, float]] = {}
+    """Return the time of codecs on a GPU for 100 MB."""
+    times: dict[str, dict[str, float]] = {}
     for row in rows_of("gpu_codecs"):
         name, size = row["case"].split(", ")
         if size == "100 MB":
-            found.setdefault(name, {})[row["name"]] = row["microseconds"]
-    ways = list(dict.fromkeys(way for one in found.values() for way in one))
-    rows = ([f"`{name}`", *(f"{one[way]:,.0f}" for way in ways)] for name, one in found.items())
-    return markdown(["codec", *ways], rows)
+            times.setdefault(name, {})[row["name"]] = row["microseconds"]
+    kernels = list(dict.fromkeys(kernel for row_times in times.values() for kernel in row_times))
+    rows = (
+        [f"`{name}`", *(f"{row_times[kernel]:,.0f}" for kernel in kernels)]
+        for name, row_times in times.items()
+    )
+    return markdown(["codec", *kernels], rows)
 
 
 def gradient_codecs() -> str:
-    """Return the speed of codecs on the fastest measured path, AVX-512."""
+    """Return the speed of codecs with AVX-512 relative to memcpy."""
 
     def times(way: str) -> Callable[[Row], str]:
         return lambda row: f"{row[f'{way}_to_copy']:.2f}"

@@ -1,7 +1,7 @@
-"""Versions of Python and torch that passed the tests: tests/compatibility.json, and its table.
+"""Test results by version of Python and torch: tests/compatibility.json, and its table.
 
-`make test-torch VERSION=...` runs the tests with `--junitxml` and then this script. Only a run of
-all fast tests is recorded; it replaces the row of the same Python and torch.
+`make test-torch VERSION=...` runs all fast tests with `--junitxml`, and this script records the
+report. A new row replaces the previous one of the same versions.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def table() -> str:
 
 
 def row_of(report: Path) -> dict[str, Any]:
-    """Return the result of a test run by its JUnit report.
+    """Return the row of a test run from its JUnit report.
 
     Raises:
-        ValueError: no test passed, so the report describes no complete run.
+        ValueError: the report contains no passed test, so the run is incomplete.
     """
     import torch
 
@@ -63,7 +63,7 @@ def row_of(report: Path) -> dict[str, Any]:
 
 
 def record(row: dict[str, Any]) -> None:
-    """Write the row, in place of an earlier one of the same versions."""
+    """Write the row, which replaces a row of the same versions."""
     from qsync_fx.serialization.atomic_files import write_text
 
     def versions(row: dict[str, Any]) -> tuple[tuple[int, ...], ...]:

@@ -1,6 +1,6 @@
-"""Generate the tables of docs/experiments.md and docs/predictor.md from results of benchmarks.
+"""Tables of docs/experiments.md and docs/predictor.md, generated from benchmark results.
 
-Invariant: each number is rounded from the file; its machine and versions are above the table.
+Invariant: each number is a rounded number of the result file that is named above the table.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def table2() -> str:
 
 
 def table3() -> str:
-    """Return the errors of predicted step times, or a note if they were not measured."""
+    """Return the errors of predicted step times, or a note if there is no result file."""
     if not (RESULTS / "table3.json").exists():
         return "Not measured at size."
 
     def off(view: str) -> Callable[[Row], str]:
         return lambda row: (
             f"{row[f'{view}, error_%']:.1f}% "
-            f"({', '.join(f'{one:+.1f}' for one in row[f'{view}, each_%'])})"
+            f"({', '.join(f'{error:+.1f}' for error in row[f'{view}, each_%'])})"
         )
 
     columns: dict[str, Callable[[Row], str]] = {
@@ -82,7 +82,10 @@ def fleets() -> str:
             memory = {"A": "all", "B": "little"}[row["cluster"]]
             by_case.setdefault((row["model"], memory), {})[row["allocator"]] = row
     columns = ["uniform", "milp", "paper", "dynamic-batches", "full-precision"]
-    rows = ([*case, *(_speed(found[name]) for name in columns)] for case, found in by_case.items())
+    rows = (
+        [*case, *(_speed(by_allocator[name]) for name in columns)]
+        for case, by_allocator in by_case.items()
+    )
     return f"{source('fleets')}\n\n{markdown(['model', 'memory of a T4', *columns], rows)}"
 
 
@@ -94,7 +97,7 @@ def _speed(row: Row) -> str:
 
 
 def gpu_linear_missed() -> str:
-    """Return the matrix products and linear layers on a GPU that missed their goal."""
+    """Return the GPU matrix products and linear layers that miss their target speed."""
     columns: dict[str, Callable[[Row], str]] = {
         "shape": lambda row: row["case"].replace("^3", " cubed"),
         "step": lambda row: row["what"],
@@ -135,7 +138,7 @@ def convergence() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "format": lambda row: f"`{row['format']}`",
         "accuracy": accuracy_of,
-        "per seed": lambda row: ", ".join(f"{100 * one:.2f}" for one in row["each"]),
+        "per seed": lambda row: ", ".join(f"{100 * accuracy:.2f}" for accuracy in row["each"]),
         "points above FP32": lambda row: (
             "" if row["format"] == "fp32" else f"{row['points']:+.2f} ± {row['error']:.2f}"
         ),
@@ -176,7 +179,7 @@ def hybrid_batches() -> str:
 
 
 def contributions() -> str:
-    """Return the mean predictions of each choice of `hybrid_batches`, relative to uniform BF16."""
+    """Return predicted speed and variance of `hybrid_batches` plans relative to uniform BF16."""
     runs = [row["predicted"] for row in rows_of("hybrid_batches")]
     uniform = next(iter(runs[0]))
 
@@ -251,9 +254,7 @@ def ddp_accuracy() -> str:
 
 
 def replay_accuracy() -> str:
-    """Return mean and maximum error of predicted forward and backward passes of mixed plans, by
-    model.
-    """
+    """Return the mean and maximum error of predicted pass times of mixed plans by model."""
     by_way = {(row["case"], row["way"]): row for row in rows_of("replay_accuracy")}
 
     def off(way: str) -> Callable[[Row], str]:
@@ -318,11 +319,11 @@ def table_of(
 
 def source(name: str) -> str:
     """Return the machine, versions, date and path of a result file."""
-    found = json.loads((RESULTS / f"{name}.json").read_text())
-    machine = found["machine"]
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    machine = result["machine"]
     threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
-    versions = f"{machine['kernels']} kernels, torch {found['versions']['torch']}"
-    file = f"{found['date'][:10]}, `benchmarks/results/{name}.json`"
+    versions = f"{machine['kernels']} kernels, torch {result['versions']['torch']}"
+    file = f"{result['date'][:10]}, `benchmarks/results/{name}.json`"
     return f"{machine['cpu']}, {threads}, {versions}, {file}:"
 
 
@@ -344,17 +345,15 @@ def _operators(row: Row) -> str:
 
 
 def _ways(name: str) -> Mapping[str, Callable[[Row], str]]:
-    """Return each training method with uniform-precision runs of the same cluster and the same
-    seeds.
-    """
+    """Return columns that compare methods with uniform precision by cluster and seed."""
     uniform = {_cluster(row): row["each"] for row in rows_of(name) if row["way"] == "uniform"}
 
     def more(row: Row) -> str:
         if row["way"] == "uniform":
             return ""
         points = [
-            100 * (one - other)
-            for one, other in zip(row["each"], uniform[_cluster(row)], strict=True)
+            100 * (accuracy - other)
+            for accuracy, other in zip(row["each"], uniform[_cluster(row)], strict=True)
         ]
         error = statistics.stdev(points) / math.sqrt(len(points)) if len(points) > 1 else 0.0
         return f"{statistics.fmean(points):+.2f} ± {error:.2f}"

@@ -1,4 +1,4 @@
-"""JSON Schemas of plans, cluster plans, clusters and profiles, from dataclasses of the files."""
+"""JSON Schemas of plan, cluster plan, cluster and profile files, from their dataclasses."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _with_header(
 
 
 class _Types:
-    """Converter of annotations to schemas; dataclasses become definitions."""
+    """Converter of type annotations to JSON Schemas, with dataclasses as definitions."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}
@@ -95,13 +95,13 @@ class _Types:
             return self._dataclass(annotation)
         origin, arguments = get_origin(annotation), get_args(annotation)
         if origin in (Union, UnionType):
-            return {"anyOf": [self.of(one) for one in arguments]}
+            return {"anyOf": [self.of(argument) for argument in arguments]}
         if origin is Literal:
             return {"enum": list(arguments)}
         if isinstance(origin, type) and issubclass(origin, Mapping):
             return {"type": "object", "additionalProperties": self.of(arguments[1])}
         if origin is tuple and arguments[-1] is not Ellipsis:
-            return {"type": "array", "prefixItems": [self.of(one) for one in arguments]}
+            return {"type": "array", "prefixItems": [self.of(argument) for argument in arguments]}
         if isinstance(origin, type) and issubclass(origin, Sequence):
             return {"type": "array", "items": self.of(arguments[0])}
         return {}
@@ -112,16 +112,17 @@ class _Types:
             return reference
         self.definitions[kind.__name__] = {}
         hints = get_type_hints(kind)
-        stored = [one for one in dataclasses.fields(kind) if one.init]
-        # A member of a union has the tag "kind".
+        stored = [field for field in dataclasses.fields(kind) if field.init]
+        # Members of a union have a class attribute "kind", stored as a tag.
         tag = {"kind": {"const": kind.kind}} if hasattr(kind, "kind") else {}
         self.definitions[kind.__name__] = {
             "type": "object",
-            "properties": tag | {one.name: self.of(hints[one.name]) for one in stored},
+            "properties": tag | {field.name: self.of(hints[field.name]) for field in stored},
             "required": [
-                one.name
-                for one in stored
-                if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+                field.name
+                for field in stored
+                if field.default is dataclasses.MISSING
+                and field.default_factory is dataclasses.MISSING
             ],
             "additionalProperties": False,
         }

@@ -1,18 +1,18 @@
-"""Run the pages of the documentation as programs.
+"""Execution of the documentation pages as programs.
 
 The first line of a fenced block determines its use:
 
     ```python run           code; all such blocks of a page share one namespace;
-                            name=train.py is the file name in reports
+                            name=train.py is the file name in tracebacks
     ```bash run             shell commands
-    ```text output          the output of the block before it
-    ```python file=PATH     a new file of the tree
-    ```diff file=PATH       changes to a file of the tree: hunks without line numbers, separated
-                            by lines of "@@"
+    ```text output          the output of the previous block
+    ```python file=PATH     a new file of the repository
+    ```diff file=PATH       changes to a file of the repository: hunks without line numbers,
+                            separated by lines of "@@"
     ```python package=PATH  a file of an installed package; another block is its pyproject.toml
 
-Tests write the text between `<!-- generated: NAME -->` and `<!-- end -->`. `python pages.py PAGE
-OUTPUTS.json` runs the blocks of a page in this process and writes their outputs.
+Tests generate the text between `<!-- generated: NAME -->` and `<!-- end -->`. The command `python
+pages.py PAGE OUTPUTS.json` runs the blocks of a page in its process and writes their outputs.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ class Block:
 
 def blocks(page: str) -> list[Block]:
     """Return the fenced blocks of a page."""
-    found = []
+    result = []
     for match in _FENCE.finditer(page):
         words = match[2].split()
         values = dict(word.split("=", 1) for word in words if "=" in word)
         flags = frozenset(word for word in words if "=" not in word)
-        found.append(Block(match[1], flags, values, match[3], match.start(3), match.end(3)))
-    return found
+        result.append(Block(match[1], flags, values, match[3], match.start(3), match.end(3)))
+    return result
 
 
 def apply(page: str, tree: Path) -> None:
-    """Apply the files and diffs of a page to a tree."""
+    """Apply the files and diffs of a page to a copy of the repository."""
     for block in blocks(page):
         if "file" not in block.values:
             continue
@@ -126,8 +126,8 @@ def install(page: str, site: Path) -> None:
 
 
 def with_outputs(page: str, outputs: list[str]) -> str:
-    """Return the page with new outputs; `outputs` has one for each block that runs, in order."""
-    printed, parts, at = iter(outputs), [], 0
+    """Return the page with new output blocks; `outputs` has one text per executed block."""
+    printed, parts, position = iter(outputs), [], 0
     last = ""
     for block in blocks(page):
         if block.runs:
@@ -136,9 +136,9 @@ def with_outputs(page: str, outputs: list[str]) -> str:
             assert last.strip(), (
                 f"the block before this output printed nothing:\n{page[: block.start][-300:]}"
             )
-            parts += [page[at : block.start], last.strip("\n") + "\n"]
-            at = block.end
-    return "".join([*parts, page[at:]])
+            parts += [page[position : block.start], last.strip("\n") + "\n"]
+            position = block.end
+    return "".join([*parts, page[position:]])
 
 
 def with_generated(page: str, make: Callable[[str], str]) -> str:
@@ -156,7 +156,7 @@ def run(page: Path) -> list[str]:
 
     Exceptions of a block are not caught.
     """
-    # Dynamo looks up the globals of compiled code by module name, so a dictionary is not enough.
+    # Dynamo looks up the globals of compiled code by module name, so the code needs a module.
     module = types.ModuleType("page")
     sys.modules["page"] = module
     outputs = []

@@ -1,4 +1,4 @@
-"""Python files of the project, each once, although qsync_fx links to passes and backend."""
+"""Python files of the project, without the links from qsync_fx to passes and backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BENCHMARKS = ("benchmarks", "examples")
 
 
 def python_files(folders: tuple[str, ...]) -> list[Path]:
-    """Return the Python files below folders of the repository, sorted by path."""
+    """Return the Python files in folders of the repository, sorted by path."""
     links = (("qsync_fx", "passes"), ("qsync_fx", "backend"))
     return sorted(
         path

@@ -1,17 +1,17 @@
-"""Tiers of tests, as a plugin of pytest (see conftest).
+"""Tiers of tests: a pytest plugin (see conftest).
 
     pytest                 fast: one test of each idea; `make test`
     pytest --tier all      all models, each in two formats; each kind of kernel on the CPU; a sample
                            of compiled CUDA kernels; one benchmark of each kind; `make test-all`
     pytest --tier every    each model in each format, every kernel on the CPU, every benchmark, each
-                           trainer on several ranks; takes hours
+                           trainer on several ranks; runs for hours
 
 A tier includes all tests of the tiers above it. A test without a mark is in each tier. Mark a slow
-test, parameter or file `tiers.ALL` if a faster test covers the same idea. Of a test with many
-parameters, the fast tier runs one, selected by the name of the test, and it draws fewer examples
-of properties. Mark such a test `tiers.one_in(3)` if it is slow: the tier all then runs every third
-parameter and that of the fast tier. Tests that the command line selects by id, and all parameters
-of files that it names, run in any tier.
+test, parameter or file `tiers.ALL` if a faster test covers the same idea. The fast tier runs one
+parameter of each test, selected by the name of the test, and fewer examples of properties. Mark a
+slow test with many parameters `tiers.one_in(3)`: the tier all then runs every third parameter and
+the parameter of the fast tier. Tests selected by id on the command line, and all parameters of
+files that it names, run in any tier.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ TIERS: Final = ("fast", "all", "every")
 ALL: Final = pytest.mark.tier("all")
 EVERY: Final = pytest.mark.tier("every")
 EXAMPLES: Final = {"fast": 10, "all": 40, "every": 100}
-"""Number of examples of a property in each tier, unless it sets its own."""
+"""Default number of Hypothesis examples by tier."""
 T = TypeVar("T")
 
 
 def one_in(number: int) -> pytest.MarkDecorator:
-    """Return the mark of a test whose parameters run only in part in the tier all."""
+    """Return the mark of a test; the tier all runs one in `number` of its parameters."""
     return pytest.mark.one_in(number)
 
 
@@ -41,9 +41,7 @@ _chosen = "fast"
 
 
 def chosen(fast: Sequence[T], everything: Sequence[T], every: Sequence[T] | None = None) -> list[T]:
-    """Return the values for the tier of this run, for data that a file prepares for all of its
-    tests.
-    """
+    """Return the values for the tier of this run, for data shared by the tests of a file."""
     return list(
         {"fast": fast, "all": everything, "every": everything if every is None else every}[_chosen]
     )
@@ -88,9 +86,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _long_ones_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the items, with the longest files first, so that all workers end at a similar time.
+    """Return the items with the longest files first, so that all workers end at a similar time.
 
-    A file is long if it has a time limit of its own, and otherwise by its number of tests.
+    Files are sorted by their largest timeout mark, then by their number of tests.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -108,24 +106,24 @@ def _long_ones_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def _one_of_each(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return one item of each test function, in their order; the function's name selects it."""
+    """Return one item of each test function, selected by a hash of its name, in order."""
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    chosen = {found[zlib.crc32(name.encode()) % len(found)] for name, found in functions.items()}
+    chosen = {group[zlib.crc32(name.encode()) % len(group)] for name, group in functions.items()}
     return [item for item in items if item in chosen]
 
 
 def _in_part(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the items without those that `one_in` omits, and with those of the fast tier."""
-    kept = set(_one_of_each([item for item in items if not any(item.iter_markers("tier"))]))
+    """Return the items that `one_in` selects and the items of the fast tier."""
+    selected = set(_one_of_each([item for item in items if not any(item.iter_markers("tier"))]))
     counts: dict[str, int] = {}
     for item in items:
         name, mark = item.nodeid.partition("[")[0], item.get_closest_marker("one_in")
         if mark is None or counts.get(name, 0) % mark.args[0] == 0:
-            kept.add(item)
+            selected.add(item)
         counts[name] = counts.get(name, 0) + 1
-    return [item for item in items if item in kept]
+    return [item for item in items if item in selected]
 
 
 def _runs(tier: str) -> bool:

@@ -1,6 +1,4 @@
-"""What is asked of an answer: allocators side by side, formats of an operator, what if, and time
-against variance.
-"""
+"""Plan analysis: allocator comparison, single changes, what-if plans and the Pareto front."""
 
 from __future__ import annotations
 
@@ -31,13 +29,16 @@ from tests.support.planning.allocation_problems import PlainTimes, alone, fleet
 
 
 class NarrowIsFaster(PlainTimes):
-    """Times that fall with the bits of the format."""
+    """Times proportional to the bits of the format."""
 
     def operator(
         self, operator: str, state: OperandState, around: Sequence[OperandState | None]
     ) -> Seconds:
-        found, share = self._drawn(operator), (state.precision.bits if state.precision else 32) / 32
-        return Seconds(found.forward * share, found.backward * share)
+        seconds, share = (
+            self._drawn(operator),
+            (state.precision.bits if state.precision else 32) / 32,
+        )
+        return Seconds(seconds.forward * share, seconds.backward * share)
 
     def cast(
         self, operator: str, before: str, after: str, numel: int, differentiated: bool
@@ -46,7 +47,7 @@ class NarrowIsFaster(PlainTimes):
 
 
 def tight() -> Problem:
-    """Returns a problem in which not everything can be FP32."""
+    """Return a problem whose time limit excludes FP32 for all operators."""
     problem = fleet("mlp", times=NarrowIsFaster)
     fastest = (
         MilpAllocator()
@@ -63,59 +64,60 @@ def answered(problem: Problem | None = None) -> PlanResult:
 def test_allocators_stand_side_by_side() -> None:
     problem = tight()
     done: list[str] = []
-    found = compare(problem, side_by_side(problem), done.append)
-    names = [one.allocator for one in found]
+    results = compare(problem, side_by_side(problem), done.append)
+    names = [result.allocator for result in results]
     assert names == done
     formats = [f"uniform-{fmt}" for fmt in ("int8", "bf16", "fp32")]
     assert {"milp", "paper", *formats} <= {*names}
     assert len({*names}) == len(names)
-    exact = next(one for one in found if one.allocator == "milp")
+    exact = next(result for result in results if result.allocator == "milp")
     assert exact.answer is not None
     assert exact.gap is not None
-    for one in found:
-        assert one.answer is not None
-        assert one.answer.evaluation == evaluate_plan(problem, one.answer.plans)
-        if one.answer.fits:
-            assert one.gap is not None
-            assert one.gap >= exact.gap
+    for result in results:
+        assert result.answer is not None
+        assert result.answer.evaluation == evaluate_plan(problem, result.answer.plans)
+        if result.answer.fits:
+            assert result.gap is not None
+            assert result.gap >= exact.gap
         else:
-            assert one.gap is None
-    text = plain(comparison_table(found))
+            assert result.gap is None
+    text = plain(comparison_table(results))
     for part in (*names, "waiting slow", "memory fast", "variance", "seconds +"):
         assert part in text, part
 
 
 def test_comparison_includes_an_allocator_without_a_plan() -> None:
     problem = replace(tight(), seconds=1e-9)
-    found = {one.allocator: one for one in compare(problem, side_by_side(problem))}
-    assert found["paper"].answer is None
-    assert "more" in str(found["paper"].error)
-    assert found["uniform-fp32"].answer is not None
-    assert "none: " in plain(comparison_table(list(found.values())))
+    results = {result.allocator: result for result in compare(problem, side_by_side(problem))}
+    assert results["paper"].answer is None
+    assert "more" in str(results["paper"].error)
+    assert results["uniform-fp32"].answer is not None
+    assert "none: " in plain(comparison_table(list(results.values())))
 
 
 def test_single_change_names_the_reason_against_each_format() -> None:
-    answer, seen = answered(), set()
+    answer, reasons = answered(), set()
     for operator in answer.problem.classes["slow"].choices:
         steps = single_change(answer, operator)
         assert [step.fmt for step in steps] == ["int8", "bf16", "fp32"]
         for step in steps:
             plans = {**answer.plans, "slow": {**answer.plans["slow"], operator: step.fmt}}
-            then = evaluate_plan(answer.problem, plans)
-            assert step.evaluation == then
-            assert step.seconds == then.seconds - answer.evaluation.seconds
-            assert step.variance == then.variance - answer.evaluation.variance
+            evaluation = evaluate_plan(answer.problem, plans)
+            assert step.evaluation == evaluation
+            assert step.seconds == evaluation.seconds - answer.evaluation.seconds
+            assert step.variance == evaluation.variance - answer.evaluation.variance
             assert (
                 step.computing
-                == then.classes["slow"].computing - answer.evaluation.classes["slow"].computing
+                == evaluation.classes["slow"].computing
+                - answer.evaluation.classes["slow"].computing
             )
-            assert step.exceeds == then.exceeds(answer.problem)
+            assert step.exceeds == evaluation.exceeds(answer.problem)
             assert (step.why is Why.CHOSEN) == (answer.plans["slow"][operator] == step.fmt)
-            seen.add(step.why)
+            reasons.add(step.why)
         text = plain(steps_table(steps))
         assert all(part in text for part in (operator, *(str(step.why) for step in steps)))
-    assert {Why.CHOSEN, Why.BREAKS} <= seen
-    assert Why.BETTER not in seen
+    assert {Why.CHOSEN, Why.BREAKS} <= reasons
+    assert Why.BETTER not in reasons
 
 
 def test_single_change_reports_a_missed_improvement() -> None:
@@ -175,8 +177,8 @@ def test_operators_and_devices_that_are_none() -> None:
 def test_front_spans_the_fastest_and_the_least_variance_plan() -> None:
     answer = answered(replace(alone("mlp", times=NarrowIsFaster), seconds=1.0))
     front = pareto(answer.problem, MilpAllocator(), 7, answer)
-    seconds = [one.evaluation.seconds for one in front.points]
-    variances = [one.evaluation.variance for one in front.points]
+    seconds = [point.evaluation.seconds for point in front.points]
+    variances = [point.evaluation.variance for point in front.points]
     assert len(front.points) >= 2
     assert seconds == sorted(seconds)
     assert variances == sorted(variances, reverse=True)

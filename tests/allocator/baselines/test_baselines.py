@@ -1,6 +1,4 @@
-"""What allocators are compared with: each answers as the contract says, and says it where a limit
-is exceeded.
-"""
+"""Uniform baseline: metrics equal the evaluator's, and exceeded limits are reported."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Batches in proportion to speed: of one global batch, within memory, with weights and a learning
-rate that fit.
+"""Dynamic batches: proportional to speed, with a constant global batch, within memory limits, and
+with matching loss weights and learning rate.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def batches(answer: PlanResult) -> dict[str, int]:
 def test_the_global_batch_stays_and_devices_take_equally_long() -> None:
     problem = fleet()
     answer = allocated(problem)
-    found = batches(answer)
-    assert found["v100"] + found["t4"] == 2048
-    assert found["v100"] > 1024
-    computing = [figures.computing for figures in answer.evaluation.classes.values()]
+    sizes = batches(answer)
+    assert sizes["v100"] + sizes["t4"] == 2048
+    assert sizes["v100"] > 1024
+    computing = [metrics.computing for metrics in answer.evaluation.classes.values()]
     assert max(computing) < min(computing) * 1.05
     assert answer.evaluation.seconds < Uniform("fp32").allocate(problem).evaluation.seconds
     assert answer.evaluation.variance == 0
@@ -55,12 +55,12 @@ def test_the_global_batch_stays_and_devices_take_equally_long() -> None:
     assert {note.kind for note in answer.notes} == {PlanNoteKind.BATCH}
     for note in answer.notes:
         assert note.numbers["learning rate"] == 1
-        assert note.numbers["weight of its loss"] == pytest.approx(found[note.device] / 1024)
+        assert note.numbers["weight of its loss"] == pytest.approx(sizes[note.device] / 1024)
 
 
 def test_counts_that_do_not_divide_it_come_near() -> None:
-    found = batches(allocated(fleet(64, v100=3, t4=5)))
-    assert abs(3 * found["v100"] + 5 * found["t4"] - 8 * 64) <= 1
+    sizes = batches(allocated(fleet(64, v100=3, t4=5)))
+    assert abs(3 * sizes["v100"] + 5 * sizes["t4"] - 8 * 64) <= 1
 
 
 def test_memory_limit_moves_samples_to_another_class() -> None:
@@ -70,14 +70,14 @@ def test_memory_limit_moves_samples_to_another_class() -> None:
     classes = {**problem.classes, "v100": replace(problem.classes["v100"], memory=0.8 * limit)}
     tight = replace(problem, classes=classes)
     answer = allocated(tight)
-    found = batches(answer)
+    sizes = batches(answer)
     assert answer.fits
-    assert found["v100"] < batches(free)["v100"]
-    assert found["v100"] + found["t4"] == 2048
+    assert sizes["v100"] < batches(free)["v100"]
+    assert sizes["v100"] + sizes["t4"] == 2048
     more = evaluate_plan(
         replace(
             answer.problem,
-            classes={**answer.problem.classes, "v100": part("v100", found["v100"] + 1)},
+            classes={**answer.problem.classes, "v100": part("v100", sizes["v100"] + 1)},
         ),
         answer.plans,
     )
@@ -89,38 +89,42 @@ def test_memory_limit_moves_samples_to_another_class() -> None:
 def test_learning_rate_shrinks_if_no_class_fits_its_share() -> None:
     problem = fleet()
     least, share = (
-        evaluate_plan(each, each.uniform("fp32")).classes["t4"].peak_bytes or 0
-        for each in (fleet(2), problem)
+        evaluate_plan(sized_problem, sized_problem.uniform("fp32")).classes["t4"].peak_bytes or 0
+        for sized_problem in (fleet(2), problem)
     )
     classes = {
-        name: replace(found, memory=(least + share) / 2) for name, found in problem.classes.items()
+        name: replace(device_class, memory=(least + share) / 2)
+        for name, device_class in problem.classes.items()
     }
     answer = allocated(replace(problem, classes=classes))
     samples = sum(batches(answer).values())
     assert answer.fits
     assert samples < 2048
     assert {note.numbers["learning rate"] for note in answer.notes} == {samples / 2048}
-    hopeless = {name: replace(found, memory=1.0) for name, found in problem.classes.items()}
+    hopeless = {
+        name: replace(device_class, memory=1.0) for name, device_class in problem.classes.items()
+    }
     assert not allocated(replace(problem, classes=hopeless)).fits
 
 
 def test_loss_memory_scales_with_the_output() -> None:
     measured = part("t4", 1024)
     assert measured.training is not None
-    for known, twice in (
+    for loss, double_loss in (
         (None, None),
         (LossMemory(held=1001, most=4000), LossMemory(held=2002, most=8000)),
     ):
-        asked = replace(measured, training=replace(measured.training, loss=known))
+        with_loss = replace(measured, training=replace(measured.training, loss=loss))
         same, double = (
-            resized(asked, symbolic("perceptron", "t4"), batch).training for batch in (1024, 2048)
+            resized(with_loss, symbolic("perceptron", "t4"), batch).training
+            for batch in (1024, 2048)
         )
-        assert same == asked.training
-        assert double == replace(measured.training, loss=twice)
+        assert same == with_loss.training
+        assert double == replace(measured.training, loss=double_loss)
 
 
 def test_measured_values_are_scaled_to_the_batch() -> None:
-    """As far as a device of the catalog takes as much longer as there is more to do."""
+    """Doubling the batch multiplies a catalog device's step time by 1.7 to 2."""
     measured = part("t4", 1024)
     same = resized(
         replace(measured, times=Scaled(measured.times, measured.graph, measured.graph)),
@@ -138,8 +142,10 @@ def test_measured_values_are_scaled_to_the_batch() -> None:
         times=Scaled(measured.times, measured.graph, symbolic("perceptron", "t4").at(batch=2048)),
     )
     once, twice = (
-        evaluate_plan(replace(problem, classes={"t4": found}), problem.uniform("fp32")).seconds
-        for found in (measured, double)
+        evaluate_plan(
+            replace(problem, classes={"t4": device_class}), problem.uniform("fp32")
+        ).seconds
+        for device_class in (measured, double)
     )
     assert once * 1.7 < twice < once * 2
 

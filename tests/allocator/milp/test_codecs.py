@@ -1,6 +1,4 @@
-"""Codecs of gradient buckets chosen with the formats of operators: what brute force over both
-finds, and the bound.
-"""
+"""Codecs of gradient buckets, optimized jointly with operator formats, against brute force."""
 
 from __future__ import annotations
 
@@ -42,18 +40,18 @@ SCALE = {
 
 
 def with_gradients(part: DeviceClass, seed: int) -> DeviceClass:
-    """Returns a class of devices whose sensitivity says what codecs add."""
+    """Return a class of devices whose sensitivity includes codec variances."""
     draw = random.Random(f"gradients {seed}")
-    found = {}
+    gradients = {}
     for parameter in part.graph.parameters:
-        own = draw.lognormvariate(0, 1)
-        found[parameter.path] = {codec: own * share for codec, share in SCALE.items()}
-    return replace(part, sensitivity=replace(part.sensitivity, gradients=found))
+        scale = draw.lognormvariate(0, 1)
+        gradients[parameter.path] = {codec: scale * share for codec, share in SCALE.items()}
+    return replace(part, sensitivity=replace(part.sensitivity, gradients=gradients))
 
 
 def drawn(seed: int, classes: str, times: type[DrawnTimes] = PlainTimes) -> Problem:
-    """Returns ranks that send about as long as they compute; "kept" has a class that is not open to
-    choice, "two" another that is.
+    """Return a problem in which communication and computation take similar times. "kept" adds a
+    class with a fixed plan, "two" a second class to plan.
     """
     draw = random.Random(f"codecs {seed}")
     slow = with_gradients(device_class("mlp", ("fp32", "bf16"), seed, times), seed)
@@ -73,15 +71,15 @@ def drawn(seed: int, classes: str, times: type[DrawnTimes] = PlainTimes) -> Prob
     seconds = PlanEvaluator(problem, problem.uniform()).seconds
     bandwidth = sum(numels) / seconds * draw.uniform(0.4, 4)
     coding = CodecSearchSpace(CODECS, of_copy(bandwidth * draw.choice([1, 10, 100]), "drawn"))
-    takes = {"busy": draw.choice([0.0, 0.7]), "coding": draw.choice([None, 0.4])}
-    network = Network(bandwidth, seconds * 1e-3, **takes)  # type: ignore[arg-type]
+    load = {"busy": draw.choice([0.0, 0.7]), "coding": draw.choice([None, 0.4])}
+    network = Network(bandwidth, seconds * 1e-3, **load)  # type: ignore[arg-type]
     return replace(problem, cluster=replace(cluster, network=network), coding=coding)
 
 
 def in_nodes(problem: Problem, seed: int) -> Problem:
-    """Returns the problem on twice as many ranks, two in each node, with codecs of two levels.
+    """Return the problem with twice the ranks, two per node, and codecs of two levels.
 
-    A table gives the exchanges inside nodes, and links those between them.
+    A table gives the times of exchanges inside nodes, link bandwidths those between nodes.
     """
     draw, network = random.Random(f"nodes {seed}"), problem.cluster.network
     assert network is not None and network.bandwidth is not None and problem.coding is not None
@@ -98,19 +96,19 @@ def in_nodes(problem: Problem, seed: int) -> Problem:
 
 def every(problem: Problem) -> list[Evaluation]:
     choices = {
-        (name, op): known
+        (name, op): formats
         for name in problem.open
-        for op, known in problem.classes[name].choices.items()
+        for op, formats in problem.classes[name].choices.items()
     }
-    judge, found = PlanEvaluator(problem, problem.uniform()), []
+    evaluator, evaluations = PlanEvaluator(problem, problem.uniform()), []
     for picked in itertools.product(*choices.values()):
         plans: dict[str, dict[str, str]] = {name: {} for name in problem.open}
         for (name, operator), fmt in zip(choices, picked, strict=True):
             plans[name][operator] = fmt
         assert problem.coding is not None
-        for codecs in itertools.product(problem.coding.codecs, repeat=len(judge.buckets)):
-            found.append(judge.set_plans(plans, codecs))
-    return found
+        for codecs in itertools.product(problem.coding.codecs, repeat=len(evaluator.buckets)):
+            evaluations.append(evaluator.set_plans(plans, codecs))
+    return evaluations
 
 
 @pytest.mark.parametrize("classes", ["one", "kept", "nodes"])
@@ -130,15 +128,17 @@ def test_formats_and_codecs_equal_brute_force(
     problem = drawn(seed, "one" if classes == "nodes" else classes)
     if classes == "nodes":
         problem = in_nodes(problem, seed)
-    known = every(problem)
-    assert 2 <= len(known[0].codecs) <= 5
+    evaluations = every(problem)
+    assert 2 <= len(evaluations[0].codecs) <= 5
     if least == "variance":
-        values = sorted(judged.seconds for judged in known)
+        values = sorted(evaluation.seconds for evaluation in evaluations)
         problem = replace(problem, seconds=values[int(tight * (len(values) - 1))])
     else:
-        values = sorted(judged.variance for judged in known)
+        values = sorted(evaluation.variance for evaluation in evaluations)
         problem = replace(problem, least="seconds", variance=values[int(tight * (len(values) - 1))])
-    best = min(judged.value(problem) for judged in known if not judged.exceeds(problem))
+    best = min(
+        evaluation.value(problem) for evaluation in evaluations if not evaluation.exceeds(problem)
+    )
     answer = MilpAllocator().allocate(problem)
     assert answer.fits
     assert (
@@ -153,9 +153,9 @@ def test_formats_and_codecs_equal_brute_force(
 def test_device_classes_share_the_codecs() -> None:
     for seed in range(20):
         problem = drawn(seed, "two")
-        judge = PlanEvaluator(problem, problem.uniform())
+        evaluator = PlanEvaluator(problem, problem.uniform())
         coded, plain = (
-            judge.set_plans(problem.uniform("bf16"), (codec,) * len(judge.buckets)).seconds
+            evaluator.set_plans(problem.uniform("bf16"), (codec,) * len(evaluator.buckets)).seconds
             for codec in ("qsgd8", "fp32")
         )
         if coded < 0.8 * plain:
@@ -170,10 +170,12 @@ def test_device_classes_share_the_codecs() -> None:
 def test_times_that_depend_on_neighbours_keep_the_bound() -> None:
     for seed in range(chosen([2], [6], [12])[0]):
         problem = drawn(seed, "one", DrawnTimes)
-        known = every(problem)
-        values = sorted(judged.seconds for judged in known)
+        evaluations = every(problem)
+        values = sorted(evaluation.seconds for evaluation in evaluations)
         problem = replace(problem, seconds=values[len(values) // 5])
-        best = min(judged.variance for judged in known if not judged.exceeds(problem))
+        best = min(
+            evaluation.variance for evaluation in evaluations if not evaluation.exceeds(problem)
+        )
         answer = MilpAllocator().allocate(problem)
         assert answer.fits
         assert answer.bound is None or answer.bound <= best * (1 + 1e-6)
@@ -183,21 +185,21 @@ def test_codecs_are_chosen_for_slow_links_only() -> None:
     problem = drawn(1, "one")
     network = problem.cluster.network
     assert network is not None and network.bandwidth is not None
-    found = {}
-    for times in (1e-3, 1e6):
+    codecs = {}
+    for factor in (1e-3, 1e6):
         linked = replace(
             problem.cluster,
-            network=replace(network, bandwidth=network.bandwidth * times, latency=0.0),
+            network=replace(network, bandwidth=network.bandwidth * factor, latency=0.0),
         )
-        asked = replace(problem, cluster=linked)
-        limit = 1.5 * PlanEvaluator(asked, asked.uniform()).variance + 1.0
-        found[times] = (
+        changed = replace(problem, cluster=linked)
+        limit = 1.5 * PlanEvaluator(changed, changed.uniform()).variance + 1.0
+        codecs[factor] = (
             MilpAllocator()
-            .allocate(replace(asked, least="seconds", variance=limit))
+            .allocate(replace(changed, least="seconds", variance=limit))
             .evaluation.codecs
         )
-    assert set(found[1e6]) == {"fp32"}
-    assert set(found[1e-3]) != {"fp32"}
+    assert set(codecs[1e6]) == {"fp32"}
+    assert set(codecs[1e-3]) != {"fp32"}
 
 
 def test_infeasible_limit_is_reported() -> None:

@@ -1,5 +1,5 @@
-"""With all choices given, a program has the states of the pipeline and the seconds of the
-replayer.
+"""The MILP of a device class with fixed choices equals the pipeline, the replayer and the memory
+model.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def drawn(problem: Problem, draw: random.Random) -> dict[str, str]:
     bias = draw.random()
     choices = problem.classes[problem.open[0]].choices
     return {
-        op: draw.choice(known) if draw.random() < bias else known[-1]
-        for op, known in choices.items()
+        op: draw.choice(formats) if draw.random() < bias else formats[-1]
+        for op, formats in choices.items()
     }
 
 
@@ -63,33 +63,34 @@ def value(expression: Expression, values: Array) -> float:
 def solved(
     problem: Problem, asked: dict[str, str], held: MemoryTerms | None = None
 ) -> tuple[float, PlanEvaluator, list[dict[tuple[str | None, str | None], float]], float]:
-    """Returns the least seconds with all choices given, the judge of them, states, and the most
-    bytes that are held.
+    """Return the minimum seconds for a fixed plan, its evaluator, the values of the state
+    indicators, and the maximum live bytes.
     """
     name = problem.open[0]
-    judge = PlanEvaluator(problem, problem.completed({name: asked}))
+    evaluator = PlanEvaluator(problem, problem.completed({name: asked}))
     program = LinearProgram()
-    sends = sending(program, judge.options, 1.0)
-    known = StateCosts(problem.classes[name]), 1.0, held, sends
-    device = device_program(program, problem, judge, name, *known)
+    sends = sending(program, evaluator.options, 1.0)
+    terms = StateCosts(problem.classes[name]), 1.0, held, sends
+    device = device_program(program, problem, evaluator, name, *terms)
     step = program.variable(1.0, INFINITY)
     for variable in device.ready(program):
         program.row({variable: 1.0, step: -1.0}, most=-device.after)
     peak = program.variable(1e-3, INFINITY)
-    for held_then in device.live:
-        program.row(total((1e-6, held_then), (-1.0, {peak: 1.0})), most=0.0)
+    for live_bytes in device.live:
+        program.row(total((1e-6, live_bytes), (-1.0, {peak: 1.0})), most=0.0)
     fixed = {
         variable: float(fmt == asked[operator])
-        for operator, known in device.formats.choices.items()
-        for fmt, variable in known.items()
+        for operator, terms in device.formats.choices.items()
+        for fmt, variable in terms.items()
     }
-    found = program.solve(0.0, 60.0, fixed=fixed)
-    assert found.values is not None
-    found_states = [
-        {at: value(e, found.values) for at, e in known.items()} for known in device.formats.states
+    solution = program.solve(0.0, 60.0, fixed=fixed)
+    assert solution.values is not None
+    state_values = [
+        {state: value(e, solution.values) for state, e in terms.items()}
+        for terms in device.formats.states
     ]
-    most = max((value(expression, found.values) for expression in device.live), default=0.0)
-    return float(found.values[step]) / THOUSANDTHS, judge, found_states, most
+    most = max((value(expression, solution.values) for expression in device.live), default=0.0)
+    return float(solution.values[step]) / THOUSANDTHS, evaluator, state_values, most
 
 
 @pytest.mark.parametrize("formats", [FIVE, SIX])
@@ -98,24 +99,24 @@ def test_program_equals_cost_mapper_and_replayer(name: str, formats: tuple[str, 
     draw = random.Random(name)
     for seed in range(4):
         problem = (fleet if seed % 2 else alone)(name, formats, seed, OwnedTimes)
-        asked = drawn(problem, draw)
-        seconds, judge, states, _ = solved(problem, asked)
+        plan = drawn(problem, draw)
+        seconds, evaluator, states, _ = solved(problem, plan)
         device = problem.open[0]
-        for found, names in zip(states, judge.states(device).names, strict=True):
-            assert found == pytest.approx(
-                {state: float(state == names) for state in found}, abs=1e-6
+        for indicators, names in zip(states, evaluator.states(device).names, strict=True):
+            assert indicators == pytest.approx(
+                {state: float(state == names) for state in indicators}, abs=1e-6
             )
-        timeline = judge.timeline
-        at = list(problem.classes).index(device)
+        timeline = evaluator.timeline
+        position = list(problem.classes).index(device)
         step = timeline.played.step
-        own = timeline.played.devices[device]
-        rest = [sum(judge.transfer[m:]) for m in range(len(judge.transfer))]
+        device_step = timeline.played.devices[device]
+        rest = [sum(evaluator.transfer[m:]) for m in range(len(evaluator.transfer))]
         ends = [
-            own.computed,
-            *(ready + more for ready, more in zip(own.ready.tolist(), rest, strict=True)),
+            device_step.computed,
+            *(ready + more for ready, more in zip(device_step.ready.tolist(), rest, strict=True)),
         ]
         assert seconds == pytest.approx(max(ends) + timeline.played.after(device), rel=1e-7)
-        assert timeline.seconds >= seconds * (1 - 1e-7), (at, step)
+        assert timeline.seconds >= seconds * (1 - 1e-7), (position, step)
 
 
 @pytest.mark.parametrize("name", ["mlp", "odd"])
@@ -124,15 +125,15 @@ def test_states_equal_the_pipeline(name: str) -> None:
     draw = random.Random(f"pipeline {name}")
     problem = alone(name, FIVE, 0, OwnedTimes)
     for _ in range(3):
-        asked = drawn(problem, draw)
-        _, _, states, _ = solved(problem, asked)
-        real = explanation.replanned(Plan(operators=asked))
-        for found, operator in zip(states, real.operators, strict=True):
+        plan = drawn(problem, draw)
+        _, _, states, _ = solved(problem, plan)
+        real = explanation.replanned(Plan(operators=plan))
+        for values, operator in zip(states, real.operators, strict=True):
             names = tuple(
                 None if f is None else f.name
                 for f in (operator.note.precision, operator.note.output)
             )
-            assert found[names] == pytest.approx(1.0, abs=1e-6), operator.id  # type: ignore[index]
+            assert values[names] == pytest.approx(1.0, abs=1e-6), operator.id  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -140,17 +141,21 @@ def test_states_equal_the_pipeline(name: str) -> None:
     ["mlp", "checkpointed", pytest.param("bert2", marks=ALL), pytest.param("resnet", marks=ALL)],
 )
 def test_memory_of_moments_is_learned_from_plans(name: str) -> None:
-    draw, problem, held = random.Random(name), alone(name, FIVE, 0, OwnedTimes), LinearizedMemory()
+    draw, problem, memory = (
+        random.Random(name),
+        alone(name, FIVE, 0, OwnedTimes),
+        LinearizedMemory(),
+    )
     part = problem.classes["device"]
     for fmt in part.formats:
-        known = states(part.graph, part.uniform(fmt))
-        held.learn(known, passes(known))
+        operator_states = states(part.graph, part.uniform(fmt))
+        memory.learn(operator_states, passes(operator_states))
     for _ in range(3):
-        asked = drawn(problem, draw)
-        now = states(part.graph, asked)
-        held.learn(now, passes(now))
-        assert held.learn(now, passes(now)) == pytest.approx(0.0, abs=1e-9)
-        assert solved(problem, asked, held)[3] == pytest.approx(passes(now))
+        plan = drawn(problem, draw)
+        plan_states = states(part.graph, plan)
+        memory.learn(plan_states, passes(plan_states))
+        assert memory.learn(plan_states, passes(plan_states)) == pytest.approx(0.0, abs=1e-9)
+        assert solved(problem, plan, memory)[3] == pytest.approx(passes(plan_states))
 
 
 @pytest.mark.parametrize(
@@ -163,26 +168,28 @@ def test_memory_of_moments_is_learned_from_plans(name: str) -> None:
 def test_lower_bound_is_valid_for_any_plan(
     name: str, formats: tuple[str, ...], loss: LossMemory | None
 ) -> None:
-    """Of gradients that a pass begins with none is held longer than it is read."""
-    for _, known, part, memory, least in certainties(name, formats, loss):
-        assert least <= passes(known, part.training) * (1 + 1e-9)
-        before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
-        assert least >= before + (loss.held if loss is not None else 0) - 1.0
+    """No initial gradient of a pass is live after its last read. The bound includes buckets and the
+    saved bytes of the loss.
+    """
+    for _, operator_states, part, memory, least in certainties(name, formats, loss):
+        assert least <= passes(operator_states, part.training) * (1 + 1e-9)
+        static_bytes = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
+        assert least >= static_bytes + (loss.held if loss is not None else 0) - 1.0
 
 
 @pytest.mark.parametrize("name", ["mlp", "prenorm", *MORE])
 def test_lower_bound_counts_the_blocks_of_a_gpu(name: str) -> None:
-    """Tensors take whole blocks of the allocator, both in the bound and in the evaluator."""
-    for _, known, part, _, least in certainties(name, FIVE, device="t4"):
-        assert least <= passes(known, part.training) * (1 + 1e-9)
+    """Tensors occupy full allocator blocks, both in the bound and in the evaluator."""
+    for _, operator_states, part, _, least in certainties(name, FIVE, device="t4"):
+        assert least <= passes(operator_states, part.training) * (1 + 1e-9)
 
 
 @ALL
 @pytest.mark.parametrize("formats", [FIVE, SIX], ids=["five", "six"])
 @pytest.mark.parametrize("name", ["resnet", "bert2", "vgg"])
 def test_lower_bound_covers_most_of_the_peak(name: str, formats: tuple[str, ...]) -> None:
-    for _, known, part, _, least in certainties(name, formats):
-        assert least > 0.5 * passes(known, part.training)
+    for _, operator_states, part, _, least in certainties(name, formats):
+        assert least > 0.5 * passes(operator_states, part.training)
 
 
 def certainties(
@@ -191,7 +198,7 @@ def certainties(
     loss: LossMemory | None = None,
     device: str = "cpu",
 ) -> Iterator[tuple[SavedTensorsBound, States, DeviceClass, StepMemory, float]]:
-    """Yields random plans, and the bytes that a program says are certain under each."""
+    """Yield bounds, states, classes and memory of random plans, and the bound in bytes."""
     draw, problem = random.Random(f"certain {name}"), alone(name, formats, 0, OwnedTimes)
     part = problem.classes["device"]
     assert part.training is not None
@@ -199,14 +206,20 @@ def certainties(
     part = replace(part, graph=graph, training=replace(part.training, loss=loss))
     problem = replace(problem, classes={"device": part})
     for _ in range(6):
-        known = states(part.graph, drawn(problem, draw))
-        memory = step_memory(known, part.training)
-        certain = SavedTensorsBound(part, memory)
-        yield certain, known, part, memory, solved(problem, drawn_as(problem, known), certain)[3]
+        operator_states = states(part.graph, drawn(problem, draw))
+        memory = step_memory(operator_states, part.training)
+        bound = SavedTensorsBound(part, memory)
+        yield (
+            bound,
+            operator_states,
+            part,
+            memory,
+            solved(problem, drawn_as(problem, operator_states), bound)[3],
+        )
 
 
 def drawn_as(problem: Problem, known: States) -> dict[str, str]:
-    """The plan that leads to states, in the words of `choices`."""
+    """Return a plan that results in these operator states."""
     part = problem.classes[problem.open[0]]
     return {
         operator: next(
@@ -219,7 +232,7 @@ def drawn_as(problem: Problem, known: States) -> dict[str, str]:
 
 
 def passes(known: States, training: TrainingMemory | None = None) -> float:
-    """The most that both passes hold, in whichever of both orders."""
+    """Return the peak of both passes in bytes, over both task orders."""
     orders = Orders.of(known, training)
     memories = [step_memory(known, training, tasks) for tasks in (orders.expected, orders.written)]
     return max(
@@ -231,14 +244,14 @@ def passes(known: States, training: TrainingMemory | None = None) -> float:
 
 
 def test_lower_bound_includes_saved_tensors_of_attention() -> None:
-    """Of several kernels it keeps masks and probabilities, two fifths of what a BERT-base holds:
-    without them a plan's gap was 94%.
+    """Some attention kernels save masks and probabilities, two fifths of the saved bytes of a
+    BERT-base. A bound without them left a gap of 94%.
     """
-    found = 0
-    for certain, known, part, _, _ in certainties("bert2", FIVE):
-        for at, operator in enumerate(part.graph.operators):
+    operators = 0
+    for bound, operator_states, part, _, _ in certainties("bert2", FIVE):
+        for index, operator in enumerate(part.graph.operators):
             if attends(operator):
-                kept = sum(certain.passes[0].extras(at).values())
-                assert (certain.extras[at][known.names[at]] > 0) == (kept > 0)
-                found += kept > 0
-    assert found
+                saved_bytes = sum(bound.passes[0].extras(index).values())
+                assert (bound.extras[index][operator_states.names[index]] > 0) == (saved_bytes > 0)
+                operators += saved_bytes > 0
+    assert operators

@@ -1,4 +1,4 @@
-"""The exact allocator finds what brute force finds, and says so where there is nothing to find."""
+"""The MILP allocator against brute force, and its errors for infeasible limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETS = [("fp32", "bf16", "int8"), ("fp32", "bf16", "fp16"), ("fp32", "bf16", "in
 
 
 def examples(few: int) -> int:
-    """Returns how many examples the tier of this run draws."""
+    """Return the number of examples in the tier of this run."""
     return chosen([max(1, few // 2)], [4 * few], [10 * few])[0]
 
 
@@ -44,10 +44,12 @@ def test_least_variance_is_that_of_brute_force(
         {"a": ClusterDevice(count=2)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200)
     )
     problem = Problem({"a": part}, cluster)
-    known = every(problem, "a")
-    seconds = sorted(judged.seconds for _, judged in known)
+    evaluations = every(problem, "a")
+    seconds = sorted(evaluation.seconds for _, evaluation in evaluations)
     problem = replace(problem, seconds=seconds[int(tight * (len(seconds) - 1))])
-    fitting = [judged.variance for _, judged in known if not judged.exceeds(problem)]
+    fitting = [
+        evaluation.variance for _, evaluation in evaluations if not evaluation.exceeds(problem)
+    ]
     answer = MilpAllocator().allocate(problem)
     assert answer.fits
     assert answer.evaluation == PlanEvaluator(problem, answer.plans).evaluate()
@@ -60,8 +62,8 @@ def test_least_variance_is_that_of_brute_force(
 
 @ALL
 def test_memory_of_many_plans_is_near_that_of_brute_force() -> None:
-    """What is held is not linear in what is chosen, so that a plan may be missed; none is taken
-    that does not fit, none bounded away.
+    """Peak memory is not linear in the choices, so the best plan may be missed. All plans fit, and
+    bounds are valid.
     """
     best = 0
     for seed in range(examples(6)):
@@ -69,8 +71,8 @@ def test_memory_of_many_plans_is_near_that_of_brute_force() -> None:
             device(seed, SETS[2 * (seed % 2)]), training=TrainingMemory(loss=LOSSES[seed % 3])
         )
         problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
-        known = every(problem, "a")
-        peaks = sorted(judged.classes["a"].peak_bytes or 0 for _, judged in known)
+        evaluations = every(problem, "a")
+        peaks = sorted(evaluation.classes["a"].peak_bytes or 0 for _, evaluation in evaluations)
         problem = replace(problem, classes={"a": replace(part, memory=peaks[len(peaks) // 3])})
         answer = MilpAllocator().allocate(problem)
         assert answer.fits
@@ -78,7 +80,9 @@ def test_memory_of_many_plans_is_near_that_of_brute_force() -> None:
         assert (PlanNoteKind.RECKONED in {note.kind for note in answer.notes}) == (
             answer.gap > 1e-4
         )
-        least = min(judged.variance for _, judged in known if not judged.exceeds(problem))
+        least = min(
+            evaluation.variance for _, evaluation in evaluations if not evaluation.exceeds(problem)
+        )
         assert answer.bound is not None
         assert answer.bound <= least * (1 + 1e-6)
         assert (
@@ -95,10 +99,12 @@ def test_minimum_seconds_equal_brute_force(
 ) -> None:
     part = device(seed, formats)
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
-    known = every(problem, "a")
-    budget = share * max(judged.variance for _, judged in known)
+    evaluations = every(problem, "a")
+    budget = share * max(evaluation.variance for _, evaluation in evaluations)
     problem = replace(problem, least="seconds", variance=budget)
-    best = min(judged.seconds for _, judged in known if not judged.exceeds(problem))
+    best = min(
+        evaluation.seconds for _, evaluation in evaluations if not evaluation.exceeds(problem)
+    )
     answer = MilpAllocator().allocate(problem)
     assert answer.fits
     assert answer.evaluation.seconds == pytest.approx(best, rel=1.1e-4)
@@ -122,28 +128,28 @@ def test_two_classes_equal_brute_force(seed: int, tight: float, least: str) -> N
         Buckets(first_bytes=64, bytes=200),
     )
     problem = Problem({"a": first, "b": second}, cluster)
-    judge = PlanEvaluator(problem, problem.uniform())
-    known = []
-    for one in itertools.product(*first.choices.values()):
-        for other in itertools.product(*second.choices.values()):
+    evaluator = PlanEvaluator(problem, problem.uniform())
+    metrics = []
+    for first_formats in itertools.product(*first.choices.values()):
+        for second_formats in itertools.product(*second.choices.values()):
             plans = {
-                "a": dict(zip(first.choices, one, strict=True)),
-                "b": dict(zip(second.choices, other, strict=True)),
+                "a": dict(zip(first.choices, first_formats, strict=True)),
+                "b": dict(zip(second.choices, second_formats, strict=True)),
             }
-            for name, asked in plans.items():
-                for operator, fmt in asked.items():
-                    if judge.plans[name][operator] != fmt:
-                        judge.set(name, operator, fmt)
-            known.append((judge.seconds, judge.variance))
+            for name, plan in plans.items():
+                for operator, fmt in plan.items():
+                    if evaluator.plans[name][operator] != fmt:
+                        evaluator.set(name, operator, fmt)
+            metrics.append((evaluator.seconds, evaluator.variance))
     if least == "variance":
-        limit = sorted(known)[int(tight * (len(known) - 1))][0]
+        limit = sorted(metrics)[int(tight * (len(metrics) - 1))][0]
         answer = MilpAllocator().allocate(replace(problem, seconds=limit))
-        best = min(variance for seconds, variance in known if seconds <= limit * (1 + 1e-9))
+        best = min(variance for seconds, variance in metrics if seconds <= limit * (1 + 1e-9))
         assert answer.evaluation.variance == pytest.approx(best, rel=1.1e-4)
     else:
-        limit = tight * max(variance for _, variance in known)
+        limit = tight * max(variance for _, variance in metrics)
         answer = MilpAllocator().allocate(replace(problem, least="seconds", variance=limit))
-        best = min(seconds for seconds, variance in known if variance <= limit * (1 + 1e-9))
+        best = min(seconds for seconds, variance in metrics if variance <= limit * (1 + 1e-9))
         assert answer.evaluation.seconds == pytest.approx(best, rel=1.1e-4)
     assert answer.fits
 
@@ -155,10 +161,12 @@ def test_times_that_follow_neighbours_are_learned_or_in_the_program(
     for seed in range(4):
         part = device(2 * seed, SETS[0], DrawnTimes)
         problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
-        known = every(problem, "a")
-        seconds = sorted(judged.seconds for _, judged in known)
+        evaluations = every(problem, "a")
+        seconds = sorted(evaluation.seconds for _, evaluation in evaluations)
         problem = replace(problem, seconds=seconds[len(seconds) // 2])
-        best = min(judged.variance for _, judged in known if not judged.exceeds(problem))
+        best = min(
+            evaluation.variance for _, evaluation in evaluations if not evaluation.exceeds(problem)
+        )
         search = MilpSearch(problem, 1e-4, 60.0)
         search.iterate_to_fixed_point(6)
         search.widen_operators()
@@ -176,7 +184,7 @@ def test_times_that_follow_neighbours_are_learned_or_in_the_program(
             assert 0 <= bound <= best * (1 + 1e-6) + 1e-12, "what a solver takes for zero"
             bounds.append(bound)
         exact = MilpAllocator().allocate(problem)
-        # All neighbours in the program, nothing is left to learn.
+        # With the states of all neighbours in the program, times are exact.
         assert bounds == sorted(bounds)
         assert bounds[-1] == pytest.approx(best, rel=1.1e-4)
         assert exact.evaluation.variance == pytest.approx(best, rel=1.1e-4)
@@ -211,8 +219,8 @@ def test_any_variance_is_no_limit() -> None:
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}), least="seconds")
     free = MilpAllocator().allocate(replace(problem, variance=float("inf")))
     assert (free.plans, free.bound) == (
-        (known := MilpAllocator().allocate(problem)).plans,
-        known.bound,
+        (unlimited := MilpAllocator().allocate(problem)).plans,
+        unlimited.bound,
     )
     assert free.gap is not None
     assert free.gap <= 1e-4
@@ -227,27 +235,28 @@ def test_a_row_without_a_number_is_refused() -> None:
 
 def test_tied_operators_get_one_format() -> None:
     part = device(1, SETS[0])
-    linear = [operator for operator, known in part.choices.items() if len(known) == 3]
+    linear = [operator for operator, candidates in part.choices.items() if len(candidates) == 3]
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}), tied=(linear,))
-    known = [
-        judged
-        for plan, judged in every(problem, "a")
+    candidates = [
+        evaluation
+        for plan, evaluation in every(problem, "a")
         if len({plan[operator] for operator in linear}) == 1
     ]
-    limit = sorted(judged.seconds for judged in known)[1]
+    limit = sorted(evaluation.seconds for evaluation in candidates)[1]
     answer = MilpAllocator().allocate(replace(problem, seconds=limit))
     assert len({answer.plans["a"][operator] for operator in linear}) == 1
     assert answer.evaluation.variance == pytest.approx(
-        min(judged.variance for judged in known if judged.seconds <= limit), rel=1.1e-4
+        min(evaluation.variance for evaluation in candidates if evaluation.seconds <= limit),
+        rel=1.1e-4,
     )
 
 
 def test_infeasible_problem_names_the_feasible_limit() -> None:
     part = device(2, SETS[0])
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
-    known = [judged for _, judged in every(problem, "a")]
-    fastest = min(judged.seconds for judged in known)
-    smallest = min(judged.classes["a"].peak_bytes or 0 for judged in known)
+    evaluations = [evaluation for _, evaluation in every(problem, "a")]
+    fastest = min(evaluation.seconds for evaluation in evaluations)
+    smallest = min(evaluation.classes["a"].peak_bytes or 0 for evaluation in evaluations)
     with pytest.raises(PlanError, match=r"a step takes .* at least") as error:
         MilpAllocator().allocate(replace(problem, seconds=fastest / 2))
     assert f"{fastest * 1e3:.4g} ms" in str(error.value.do)

@@ -1,5 +1,5 @@
-"""The paper's allocator: what it answers keeps the limits, is no worse than a uniform plan, and the
-same each time.
+"""Precision recovery, the allocator of QSync: its plans meet the limits, are deterministic, and are
+no worse than uniform plans.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from tests.support.planning.allocation_problems import alone, device_class, flee
 
 
 def limited(problem: Problem, seed: int) -> Problem:
-    """Returns a problem with limits that lie somewhere between those of the uniform plans, or just
-    beyond them.
-    """
+    """Return a problem with random limits between the uniform plans' metrics, or just beyond."""
     draw = random.Random(seed)
-    known = [evaluate_plan(problem, plans) for plans in uniforms(problem).values()]
+    evaluations = [evaluate_plan(problem, plans) for plans in uniforms(problem).values()]
 
     def between(values: list[float]) -> float | None:
         low, high = min(values), max(values)
@@ -30,9 +28,15 @@ def limited(problem: Problem, seed: int) -> Problem:
 
     classes = dict(problem.classes)
     for name in problem.open:
-        memory = between([float(each.classes[name].peak_bytes or 0) for each in known])
+        memory = between(
+            [float(evaluation.classes[name].peak_bytes or 0) for evaluation in evaluations]
+        )
         classes[name] = replace(classes[name], memory=memory)
-    return replace(problem, classes=classes, seconds=between([each.seconds for each in known]))
+    return replace(
+        problem,
+        classes=classes,
+        seconds=between([evaluation.seconds for evaluation in evaluations]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,8 +54,8 @@ def test_answers_keep_limits_and_are_no_worse_than_uniform_plans(
                 evaluate_plan(problem, plans).variance for plans in uniforms(problem).values()
             )
             problem = replace(problem, variance=worst * random.Random(seed).random())
-        known = [evaluate_plan(problem, plans) for plans in uniforms(problem).values()]
-        fit = [each for each in known if not each.exceeds(problem)]
+        evaluations = [evaluate_plan(problem, plans) for plans in uniforms(problem).values()]
+        fit = [each for each in evaluations if not each.exceeds(problem)]
         if (answer := found_or_refused(problem)) is None:
             assert not fit
             continue
@@ -59,18 +63,18 @@ def test_answers_keep_limits_and_are_no_worse_than_uniform_plans(
         assert answer.fits
         assert all(answer.value <= each.value(problem) for each in fit)
         assert answer.plans == PrecisionRecovery().allocate(problem).plans
-        for each, found in problem.classes.items():
-            if found.fixed_plan is not None:
-                assert answer.plans[each] == found.fixed_plan
+        for each, part in problem.classes.items():
+            if part.fixed_plan is not None:
+                assert answer.plans[each] == part.fixed_plan
 
 
 def found_or_refused(problem: Problem) -> PlanResult | None:
     try:
         return PrecisionRecovery().allocate(problem)
     except PlanError as error:
-        refused = error
-    assert "more than allowed" in str(refused)
-    assert refused.do
+        refusal = error
+    assert "more than allowed" in str(refusal)
+    assert refusal.do
     return None
 
 
@@ -78,14 +82,14 @@ def test_greedy_plan_is_maximal() -> None:
     problem = fleet("mlp")
     problem = replace(problem, seconds=evaluate_plan(problem, problem.uniform()).seconds * 1.02)
     answer = PrecisionRecovery().allocate(problem)
-    judge = PlanEvaluator(problem, answer.plans)
+    evaluator = PlanEvaluator(problem, answer.plans)
     part = problem.classes["slow"]
-    for operator, known in part.choices.items():
-        now = known.index(answer.plans["slow"][operator])
-        for fmt in known[now + 1 : now + 2]:
-            judge.set("slow", operator, fmt)
-            assert not judge.fits()
-            judge.undo()
+    for operator, formats in part.choices.items():
+        index = formats.index(answer.plans["slow"][operator])
+        for fmt in formats[index + 1 : index + 2]:
+            evaluator.set("slow", operator, fmt)
+            assert not evaluator.fits()
+            evaluator.undo()
 
 
 def test_without_limits_everything_is_recovered() -> None:
@@ -96,34 +100,34 @@ def test_without_limits_everything_is_recovered() -> None:
 
 def test_equal_blocks_are_searched_once_with_equal_starts() -> None:
     part = device_class("bert2")
-    own = units(part)
-    found = parts(part.graph, own)
-    assert sorted(unit.operators for equal in found for block in equal for unit in block) == sorted(
-        unit.operators for unit in own
-    )
-    assert {len(equal) for equal in found} == {1, 2}
-    for equal in found:
-        tried = 1
+    groups = units(part)
+    blocks_of_parts = parts(part.graph, groups)
+    assert sorted(
+        unit.operators for equal in blocks_of_parts for block in equal for unit in block
+    ) == sorted(unit.operators for unit in groups)
+    assert {len(equal) for equal in blocks_of_parts} == {1, 2}
+    for equal in blocks_of_parts:
+        plans = 1
         for unit in equal[0]:
-            tried *= len(unit.formats)
-        assert tried <= TRIED
+            plans *= len(unit.formats)
+        assert plans <= TRIED
     problem = alone("bert2")
-    start = initial(part, own, PlanEvaluator(problem, problem.uniform()), "device")
-    for equal in found:
+    start = initial(part, groups, PlanEvaluator(problem, problem.uniform()), "device")
+    for equal in blocks_of_parts:
         assert len({tuple(start[unit.operators[0]] for unit in block) for block in equal}) == 1
 
 
 def test_the_start_is_the_fastest_of_a_small_model() -> None:
-    """All of it is one part, so that every plan is tried."""
+    """The model is a single part, so all plans are enumerated."""
     problem = alone("mlp")
     part = problem.classes["device"]
     start = initial(part, units(part), PlanEvaluator(problem, problem.uniform()), "device")
-    judge = PlanEvaluator(problem, problem.uniform())
+    evaluator = PlanEvaluator(problem, problem.uniform())
     draw = random.Random(0)
-    others = [{op: draw.choice(known) for op, known in part.choices.items()} for _ in range(50)]
-    fastest = judge.set_plans({"device": start}).seconds
+    others = [{op: draw.choice(formats) for op, formats in part.choices.items()} for _ in range(50)]
+    fastest = evaluator.set_plans({"device": start}).seconds
     assert all(
-        fastest <= judge.set_plans({"device": other}).seconds * (1 + 1e-12) for other in others
+        fastest <= evaluator.set_plans({"device": other}).seconds * (1 + 1e-12) for other in others
     )
 
 
@@ -142,8 +146,8 @@ def test_tied_operators_get_one_format() -> None:
 def test_operators_without_a_common_format_are_not_tied() -> None:
     problem = alone("bert2")
     part = problem.classes["device"]
-    narrow = next(op for op, known in part.choices.items() if "int8" in known)
-    fixed = next(op for op, known in part.choices.items() if "int8" not in known)
+    narrow = next(op for op, formats in part.choices.items() if "int8" in formats)
+    fixed = next(op for op, formats in part.choices.items() if "int8" not in formats)
     only = replace(part, formats=("int8", "bf16"))
     problem = replace(problem, classes={"device": replace(only)}, tied=[[narrow, fixed]])
     plans = PrecisionRecovery().allocate(problem).plans
@@ -151,5 +155,5 @@ def test_operators_without_a_common_format_are_not_tied() -> None:
 
 
 def _layers(problem: Problem) -> list[list[str]]:
-    known = problem.classes["slow"].choices
-    return [[op for op in known if f"layer.{at}." in op] for at in (0, 1)]
+    operators = problem.classes["slow"].choices
+    return [[op for op in operators if f"layer.{layer}." in op] for layer in (0, 1)]

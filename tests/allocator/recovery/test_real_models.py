@@ -1,4 +1,4 @@
-"""The paper's allocator on models that people train, on devices of the catalog."""
+"""Precision recovery on real models and catalog devices."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.support.planning.catalog_fleets import MODELS, of_catalog
 
 pytestmark = tiers.ALL
 COMPRESSIBLE = [name for name in MODELS if name != "perceptron"]
-"""A perceptron's step waits for its gradients, and its weights in a byte a value take more than its
-activations save.
+"""Excludes the perceptron: its step waits for gradients, and the copies of its weights in one byte
+per value need more memory than its activations save.
 """
 
 
 def hybrid(problem: Problem, room: float | None) -> Problem:
-    """Returns the problem of the paper: as fast as the narrowest uniform plan, in a part of the
-    memory between it and the widest one.
+    """Return the problem of QSync: the time limit is the narrowest uniform plan's, and the memory
+    limit is a share of the range between the narrowest and widest plans.
     """
     plans = uniforms(problem)
     narrow, wide = evaluate_plan(problem, plans["int8"]), evaluate_plan(problem, plans["fp32"])
-    low, high = (found.classes["t4"].peak_bytes or 0 for found in (narrow, wide))
+    low, high = (evaluation.classes["t4"].peak_bytes or 0 for evaluation in (narrow, wide))
     memory = None if room is None else low + room * (high - low)
     t4 = replace(problem.classes["t4"], memory=memory)
     return replace(problem, seconds=narrow.seconds, classes={**problem.classes, "t4": t4})
@@ -41,8 +41,8 @@ def test_recovered_plan_is_fast_and_has_less_variance_than_uniform_plans(
     assert answer.evaluation == evaluate_plan(problem, answer.plans)
     assert answer.fits
     assert answer.plans["v100"] == problem.classes["v100"].uniform("fp32")
-    known = [evaluate_plan(problem, plans) for plans in uniforms(problem).values()]
-    fit = [found.variance for found in known if not found.exceeds(problem)]
+    evaluations = [evaluate_plan(problem, plans) for plans in uniforms(problem).values()]
+    fit = [evaluation.variance for evaluation in evaluations if not evaluation.exceeds(problem)]
     assert fit
     assert answer.value <= min(fit)
     if room != 0.0:
@@ -59,6 +59,8 @@ def test_memory_is_shared_out_by_how_far_parts_can_be_compressed(name: str) -> N
         part = problem.classes["t4"]
         assert part.memory is not None
         start = initial(part, units(part), PlanEvaluator(problem, problem.uniform()), "t4")
-        found = evaluate_plan(problem, {**problem.uniform(), "t4": start}).classes["t4"]
-        assert (found.peak_bytes or 0) <= part.memory
-        assert found.computing <= evaluate_plan(problem, problem.uniform()).classes["t4"].computing
+        metrics = evaluate_plan(problem, {**problem.uniform(), "t4": start}).classes["t4"]
+        assert (metrics.peak_bytes or 0) <= part.memory
+        assert (
+            metrics.computing <= evaluate_plan(problem, problem.uniform()).classes["t4"].computing
+        )

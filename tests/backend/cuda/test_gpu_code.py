@@ -1,10 +1,10 @@
-"""The compiler's half for real, without a GPU: models through torch.compile with our backend, and
-Inductor, to machine code.
+"""Compilation of models to GPU machine code without a GPU, through torch.compile with the qsync
+backend and Inductor.
 
-Every kernel that Inductor generates is compiled by Triton for a T4, an A100 and an H100; calls of
-our kernels stand where the plan says. `make test-gpu-code` brings Triton and runs all of it;
-elsewhere a sample runs in the tier all, where Triton is at hand. With QSYNC_GPU_CODE=FILE
-registers, spills and shared memory of every kernel go into that file.
+Triton compiles every kernel that Inductor generates for a T4, an A100 and an H100; the kernels of
+qsync_fx are called as planned. `make test-gpu-code` installs Triton and runs all cases; otherwise
+the tier all runs a sample if Triton is available. With QSYNC_GPU_CODE=FILE, registers, spills and
+shared memory of every kernel are written to that file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support import tiers
 from tests.support.cuda.absent import gpu_code
 
 BROUGHT = Path(__file__).parents[3] / ".triton"
-"""Where `make test-gpu-code` puts Triton, for later runs of all tests, too."""
+"""Folder of Triton, installed by `make test-gpu-code` and also used by later test runs."""
 TRITON = importlib.util.find_spec("triton") is not None or (BROUGHT / "triton").is_dir()
 WHOLE = os.environ.get("QSYNC_GPU_CODE", "")
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int8_grad", "fp8")
@@ -65,35 +65,35 @@ def test_generated_code_compiles(
         command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if WHOLE:
-        _keep(Path(WHOLE), f"{gpu}, {model}, {precision}, {how}", found)
-    assert found["ended"] and not found["lost"], (
+        _keep(Path(WHOLE), f"{gpu}, {model}, {precision}, {how}", report)
+    assert report["ended"] and not report["lost"], (
         "the whole model is one graph, of which all was traced"
     )
-    broken = [kernel for kernel in found["kernels"] if kernel["why_not"]]
-    assert found["kernels"] and not broken, broken
+    broken = [kernel for kernel in report["kernels"] if kernel["why_not"]]
+    assert report["kernels"] and not broken, broken
     if gpu == "t4":
-        assert found["bf16"] == [], "nothing compiles BF16 for a T4"
-    assert found["products"] == found["planned"], (
+        assert report["bf16"] == [], "nothing compiles BF16 for a T4"
+    assert report["products"] == report["planned"], (
         "what the plan says is a kernel is called, on operands that lie as it says"
     )
-    assert found["calls"] == len(found["products"])
-    # There are units for FP8 on an H100 alone, and no convolution of ours for it.
+    assert report["calls"] == len(report["products"])
+    # Only the H100 has FP8 units, and no FP8 convolution kernel exists.
     multiplied = precision.startswith("int8") or (
         (gpu, precision) == ("h100", "fp8") and model != "resnet"
     )
     if how == "kernels" and multiplied:
-        assert found["planned"], "there are layers large enough for a kernel"
+        assert report["planned"], "there are layers large enough for a kernel"
     scaled = precision in ("int8", "int8_grad", "fp8")
     if how == "plain" and precision.startswith("int8"):
-        # Quantizing is what Inductor makes of it: nothing opaque is left that torch would compute
-        # operator by operator.
-        assert found["quantizers"] == 0 and any(
-            "quantize" in kernel["name"] for kernel in found["kernels"]
+        # Inductor generates the quantizer: no opaque operator is left that torch would compute
+        # unfused.
+        assert report["quantizers"] == 0 and any(
+            "quantize" in kernel["name"] for kernel in report["kernels"]
         )
     if how == "kernels":
-        assert (found["quantizers"] > 0) is scaled
+        assert (report["quantizers"] > 0) is scaled
 
 
 def _keep(path: Path, name: str, found: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
-"""Which tests of tests/gpu run on which GPU: what they ask of the device, asked here of devices
-that are not at hand.
+"""Selection of the tests in tests/gpu for simulated GPUs.
 
-Only what torch says of a device is put in place; formats, kernels and reasons are those that the
-tests get.
+Only torch's properties of the device are simulated; formats, kernels and reasons are as in the
+tests on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DEVICES = {(7, 5): "sm_75", (8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a"}
 LACKS: dict[tuple[int, int], set[str]] = {
     (7, 5): {"bf16", "tf32", "fp8"}, (8, 0): {"fp8"}, (8, 9): set(), (9, 0): set(),
 }  # fmt: skip
-"""Formats that nothing multiplies on a GPU."""
+"""Formats that the units of a GPU do not multiply."""
 
 ASKS = """
 import importlib, json, sys
@@ -72,31 +71,31 @@ def asked() -> dict[str, dict[str, Any]]:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    answers: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return answers
 
 
 @pytest.mark.parametrize("capability", DEVICES)
 def test_gpu_properties_are_queried(
     capability: tuple[int, int], asked: dict[str, dict[str, Any]]
 ) -> None:
-    found = asked[".".join(map(str, capability))]
-    lacks = {fmt: why for fmt, why in found["lacks"].items() if why}
+    answer = asked[".".join(map(str, capability))]
+    lacks = {fmt: why for fmt, why in answer["lacks"].items() if why}
     assert set(lacks) == LACKS[capability]
     for why in lacks.values():
         assert f"this GPU is of {capability[0]}.{capability[1]}" in why, (
             "who is left out is told why"
         )
-    assert found["here"] == [fmt for fmt in FORMATS if fmt not in lacks]
-    assert found["marks"] == [int(fmt in lacks) for fmt in FORMATS]
-    if found["missing"]:
-        assert found["missing"].startswith("no kernels: "), (
+    assert answer["here"] == [fmt for fmt in FORMATS if fmt not in lacks]
+    assert answer["marks"] == [int(fmt in lacks) for fmt in FORMATS]
+    if answer["missing"]:
+        assert answer["missing"].startswith("no kernels: "), (
             "nothing here compiles for it: no test runs, and each says why"
         )
         return
-    assert found["arch"] == DEVICES[capability] and found["archs"] == [found["arch"]]
-    assert not LACKS[capability] & set(found["multiplied"]) and {"fp16", "int8"} <= set(
-        found["multiplied"]
+    assert answer["arch"] == DEVICES[capability] and answer["archs"] == [answer["arch"]]
+    assert not LACKS[capability] & set(answer["multiplied"]) and {"fp16", "int8"} <= set(
+        answer["multiplied"]
     )
 
 
@@ -105,7 +104,7 @@ def test_gpu_properties_are_queried(
     ("name", "precision"), [("bert", "int8"), ("bert", "int8_grad"), ("resnet", "int8")]
 )
 def test_kernel_operators_of_models_are_collected(arch: Arch, name: str, precision: str) -> None:
-    asked = models.problems(name, precision, arch)
-    assert any(problem.a == "int8" for problem in asked)
+    problems = models.problems(name, precision, arch)
+    assert any(problem.a == "int8" for problem in problems)
     convolved = {"qsync::conv2d_product"} if name == "resnet" else set()
-    assert models.operators_with_kernels(asked, arch) == {"qsync::gemm"} | convolved
+    assert models.operators_with_kernels(problems, arch) == {"qsync::gemm"} | convolved

@@ -1,5 +1,5 @@
-"""DistributedDataParallel splits graphs where its buckets end, also of a model that was compiled
-before it was wrapped.
+"""Graph splits at the bucket boundaries of DistributedDataParallel, also for a model that was
+compiled before it was wrapped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_fx
 
 WIDTH = 600
-"""Of layers of 1.4 MB each, of which a bucket of 1 MiB holds one."""
+"""Layer width: 1.4 MB of weights, which fill a bucket of 1 MiB."""
 
 
 class Layers(nn.Module):
@@ -41,7 +41,7 @@ def _world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def graphs() -> Iterator[list[int]]:
-    """How many operators each graph has that is compiled."""
+    """Yield a list for the number of adjustable operators of each compiled graph."""
     torch._dynamo.reset()
     yield []
     torch._dynamo.reset()
@@ -69,7 +69,7 @@ def test_a_model_that_made_a_step_before_is_split(graphs: list[int]) -> None:
     assert graphs == [3]
     step(DistributedDataParallel(fast, bucket_cap_mb=1))
     assert graphs == [3, 1, 1, 1]
-    # What was split is taken again inside, and what was not, outside.
+    # The split and the unsplit graphs are reused.
     step(DistributedDataParallel(fast, bucket_cap_mb=1))
     step(fast)
     assert len(graphs) == 4

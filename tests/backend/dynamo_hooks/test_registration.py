@@ -1,4 +1,4 @@
-"""The backend is registered with torch once, however many threads name it first."""
+"""Registration of the backend with torch, also by concurrent threads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""With `torch._dynamo.config.suppress_errors` Dynamo runs on as the model is written: not where a
-plan was given.
+"""Errors under `torch._dynamo.config.suppress_errors`: Dynamo falls back to eager mode only if the
+user gave no plan.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The option "activation_recompute": bits are what they were made of, less is kept, and gradients
-are those without it.
+"""The option "activation_recompute": packed masks, memory of saved tensors, and gradients equal to
+those without the option.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from tests.support import tiers
 @given(st.integers(0, 300), st.integers(0, 2**32 - 1), st.integers(0, 7), st.integers(1, 3))
 def test_packed_bits_equal_the_mask(n: int, seed: int, at: int, threads: int) -> None:
     every = torch.rand(n + at, generator=torch.Generator().manual_seed(seed)) < 0.5
-    mask = every[at:]  # from an address that eight does not divide
+    mask = every[at:]  # the offset makes the address unaligned
     wanted = [
         sum(int(bit) << place for place, bit in enumerate(mask[i : i + 8])) for i in range(0, n, 8)
     ]
     packed = torch.full(((n + 7) // 8 + 1,), 0xAA, dtype=torch.uint8)
     _C.pack_bits(mask.data_ptr(), packed.data_ptr(), n, threads)
     assert packed.tolist() == [*wanted, 0xAA]
-    found = torch.ones(n + 1, dtype=torch.uint8) * 7
-    _C.unpack_bits(packed.data_ptr(), found.data_ptr(), n, threads)
-    assert found.tolist() == [*map(int, mask), 7]
+    unpacked = torch.ones(n + 1, dtype=torch.uint8) * 7
+    _C.unpack_bits(packed.data_ptr(), unpacked.data_ptr(), n, threads)
+    assert unpacked.tolist() == [*map(int, mask), 7]
 
 
 @pytest.mark.parametrize("size", [(), (0, 3), (5, 7), (2, 3, 65_537)])
@@ -46,8 +46,8 @@ def test_the_operators_take_masks_of_any_shape_and_strides(size: tuple[int, ...]
     assert bits.shape == ((mask.numel() + 7) // 8,)
     assert torch.equal(unpack_bits(bits, size), mask)
     if mask.dim() > 1:
-        turned = mask.transpose(0, 1)
-        assert torch.equal(unpack_bits(pack_bits(turned), turned.shape), turned)
+        transposed = mask.transpose(0, 1)
+        assert torch.equal(unpack_bits(pack_bits(transposed), transposed.shape), transposed)
     torch.library.opcheck(torch.ops.qsync.pack_bits.default, (mask,))
     torch.library.opcheck(torch.ops.qsync.unpack_bits.default, (bits, size))
 
@@ -60,7 +60,7 @@ def test_wrong_threads_and_null_pointers_raise() -> None:
 
 
 class Block(nn.Module):
-    """What a layer of a transformer has: norms, attention, GELU, and dropout of all of it."""
+    """Transformer layer: norms, attention, GELU, and dropout."""
 
     def __init__(self, p: float = 0.25) -> None:
         super().__init__()
@@ -75,17 +75,20 @@ class Block(nn.Module):
             scaled_dot_product_attention(q, k, v, dropout_p=self.p).transpose(1, 2).reshape(x.shape)
         )
         x = self.first(x + self.dropout(attended))
-        found: Tensor = self.last(x + self.dropout(self.down(torch.nn.functional.gelu(self.up(x)))))
-        return found
+        result: Tensor = self.last(
+            x + self.dropout(self.down(torch.nn.functional.gelu(self.up(x))))
+        )
+        return result
 
 
 def differentiated(
     block: nn.Module, x: Tensor, precision: str, less: bool, fast: bool
 ) -> tuple[int, list[Tensor]]:
-    """Returns the bytes that are kept of a step beside its inputs, and the gradients, traced as
-    Inductor does and run as it stands.
+    """Return the bytes saved for backward without the inputs, and the gradients.
+
+    Traces as Inductor does and runs the graphs in eager mode.
     """
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
     lowered = qsync_fx.explain(block, x, options={"precision": precision}).graph_module("lower")
 
     def forward(graph: fx.GraphModule, inputs: object) -> Any:
@@ -93,7 +96,7 @@ def differentiated(
         for node in outputs:
             value = node.meta["val"]
             if node.op != "placeholder" and isinstance(value, Tensor):
-                kept[id(value.untyped_storage())] = value.numel() * value.dtype.itemsize
+                saved[id(value.untyped_storage())] = value.numel() * value.dtype.itemsize
         return make_boxed_func(graph.forward)
 
     def partition(graph: fx.GraphModule, inputs: Any, **how: Any) -> Any:
@@ -106,7 +109,7 @@ def differentiated(
 
     table = for_inductor(torch.device("cpu"), fast, less)
     parameters = {name.replace(".", "_"): value for name, value in block.named_parameters()}
-    given = [
+    arguments = [
         {"x": x, **parameters}[node.name]
         for node in lowered.graph.nodes
         if node.op == "placeholder"
@@ -114,16 +117,16 @@ def differentiated(
     with recompute_policy.settings() if less else nullcontext():
         step = aot_function(lowered, forward, backward, partition, decompositions=table)
         torch.manual_seed(3)
-        (found,) = step(*given)
-    gradients = torch.autograd.grad(found.square().sum(), [x, *block.parameters()])
-    return sum(kept.values()), list(gradients)
+        (output,) = step(*arguments)
+    gradients = torch.autograd.grad(output.square().sum(), [x, *block.parameters()])
+    return sum(saved.values()), list(gradients)
 
 
 @pytest.mark.parametrize(
     ("precision", "fast", "most"),
     [
         ("bf16", False, 0.75),
-        # INT8 weights, a large part of so small a block, are kept as ever.
+        # INT8 weights, a large part of this small block, are saved in either case.
         pytest.param("int8", False, 0.85, marks=tiers.ALL),
         pytest.param("int8_grad", True, 0.85, marks=tiers.ALL),
         pytest.param("fp32", False, 0.75, marks=tiers.ALL),
@@ -134,20 +137,20 @@ def test_recomputation_saves_memory_with_bit_equal_gradients(
 ) -> None:
     torch.manual_seed(0)
     block, x = Block(), torch.randn(4, 24, 32, requires_grad=True)
-    plain, wanted = differentiated(block, x, precision, False, fast)
-    less, found = differentiated(block, x, precision, True, fast)
-    assert all(map(torch.equal, found, wanted))
+    plain, expected = differentiated(block, x, precision, False, fast)
+    less, actual = differentiated(block, x, precision, True, fast)
+    assert all(map(torch.equal, actual, expected))
     assert less <= most * plain
 
 
 @tiers.ALL
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=tiers.EVERY), "int8"])
 def test_a_compiled_model_trains_with_it(precision: str) -> None:
-    """Inductor rounds less within a fused kernel, and rounds to INT8 what it has computed again:
-    gradients stay within the format.
+    """Gradients differ by the format's error: fused kernels omit roundings, and recomputed values
+    are quantized again.
     """
     x = torch.randn(8, 24, 32)
-    found = {}
+    gradients = {}
     for less in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -156,17 +159,17 @@ def test_a_compiled_model_trains_with_it(precision: str) -> None:
         compiled: Callable[..., Any] = torch.compile(block, backend="qsync", options=options)  # type: ignore[arg-type]
         torch.manual_seed(1)
         (compiled(x) - x.sin()).square().mean().backward()
-        found[less] = torch.cat(
+        gradients[less] = torch.cat(
             [p.grad.flatten() for p in block.parameters() if p.grad is not None]
         )
     torch._dynamo.reset()
-    difference = (found[True] - found[False]).norm() / found[False].norm()
+    difference = (gradients[True] - gradients[False]).norm() / gradients[False].norm()
     assert difference < (0.02 if precision == "bf16" else 0.05)
 
 
 @tiers.ALL
 def test_checkpoint_in_the_graph_is_preserved() -> None:
-    """What the user has asked to be computed again is, dropout from torch's generator too."""
+    """The user's checkpoint is recomputed, with dropout from torch's generator."""
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(nn.Module):
@@ -178,10 +181,10 @@ def test_checkpoint_in_the_graph_is_preserved() -> None:
             self.last = nn.Linear(48, 32)
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.last(checkpoint(self.block, x, use_reentrant=False))
-            return found
+            result: Tensor = self.last(checkpoint(self.block, x, use_reentrant=False))
+            return result
 
-    x, found = torch.randn(4, 24, 32), {}
+    x, result = torch.randn(4, 24, 32), {}
     for less in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -191,8 +194,8 @@ def test_checkpoint_in_the_graph_is_preserved() -> None:
         )
         torch.manual_seed(1)
         compiled(x).square().mean().backward()
-        found[less] = torch.cat(
+        result[less] = torch.cat(
             [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         )
     torch._dynamo.reset()
-    torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(result[True], result[False], rtol=1e-4, atol=1e-6)

@@ -1,6 +1,4 @@
-"""The backward formulas that Inductor is given on the CPU: the gradients that eager mode has, and
-what is kept for them.
-"""
+"""Backward decompositions for Inductor on the CPU: gradients of eager mode, and saved tensors."""
 
 from __future__ import annotations
 
@@ -29,17 +27,16 @@ CHECKS = ("test_schema", "test_faketensor")
 def gradients(
     function: Callable[..., Tensor], x: Tensor, incoming: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the input gradients in eager mode and compiled."""
-    # Each case is a version of one function to Dynamo, which keeps 8 and runs the next as it was
-    # written.
+    """Return the input gradients in eager mode and compiled."""
+    # Dynamo compiles at most 8 versions of a function and runs further ones in eager mode.
     torch._dynamo.reset()
-    found = []
+    results = []
     for run in (function, torch.compile(function, backend="qsync", options={"precision": "fp32"})):
         leaf = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
         run(leaf).backward(incoming)  # type: ignore[no-untyped-call]
         assert leaf.grad is not None
-        found.append(leaf.grad)
-    return found[0], found[1]
+        results.append(leaf.grad)
+    return results[0], results[1]
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -48,13 +45,13 @@ def test_relu_passes_the_gradients_that_eager_mode_passes(channels_last: bool) -
     x = torch.randn(2, 19, 5, 7)
     special = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45, -1e-45])
     x[0, 3, 2], x[1, 18, 4] = special, special
-    # The same values, but in other places, so that each meets each.
+    # The same values at random positions, of special and of other inputs.
     incoming = torch.randn(x.shape)
     incoming[:, :, 2:] = special[torch.randint(0, 7, (2, 19, 3, 7))]
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
 
-    # The result of ReLU is not kept: only whether it passes.
+    # The product does not save the ReLU's output, so only a mask is saved.
     eager, compiled = gradients(lambda x: torch.relu(x) * 2.0, x, incoming)
 
     assert torch.equal(eager.nan_to_num(3.0, 5.0, 7.0), compiled.nan_to_num(3.0, 5.0, 7.0))
@@ -72,8 +69,8 @@ POOLED = [
     ("shape", "window"),
     [
         POOLED[0],
-        *(pytest.param(*POOLED[at], marks=tiers.ALL) for at in (2, 4)),
-        *(pytest.param(*POOLED[at], marks=tiers.EVERY) for at in (1, 3, 5)),
+        *(pytest.param(*POOLED[index], marks=tiers.ALL) for index in (2, 4)),
+        *(pytest.param(*POOLED[index], marks=tiers.EVERY) for index in (1, 3, 5)),
     ],
 )
 def test_max_pooling_passes_the_gradients_that_eager_mode_passes(
@@ -103,12 +100,12 @@ def test_the_gradient_of_max_pooling_needs_no_input(
     y, indices = aten.max_pool2d_with_indices.default(x, *window)
     incoming = torch.randn_like(y)
 
-    found = max_pool2d_gradient(incoming, indices, x.shape, *window)
+    result = max_pool2d_gradient(incoming, indices, x.shape, *window)
 
     assert torch.equal(
-        found, aten.max_pool2d_with_indices_backward.default(incoming, x, *window, indices)
+        result, aten.max_pool2d_with_indices_backward.default(incoming, x, *window, indices)
     )
-    assert found.stride() == x.stride()
+    assert result.stride() == x.stride()
     torch.library.opcheck(
         torch.ops.qsync.max_pool2d_gradient.default,
         (incoming, indices, x.shape, *window),
@@ -123,9 +120,9 @@ def test_the_gradient_of_max_pooling_allocates_its_result_alone(channels_last: b
     window = [2, 2], [2, 2], [0, 0], [1, 1], False
     y, indices = aten.max_pool2d_with_indices.default(x, *window)
 
-    held = measured_peak(lambda: max_pool2d_gradient(y, indices, x.shape, *window))
+    peak_bytes = measured_peak(lambda: max_pool2d_gradient(y, indices, x.shape, *window))
 
-    assert held == x.nbytes
+    assert peak_bytes == x.nbytes
 
 
 def test_closed_gate_blocks_nonfinite_gradients() -> None:
@@ -134,11 +131,11 @@ def test_closed_gate_blocks_nonfinite_gradients() -> None:
     )
     closed = torch.tensor([1, 1, 1, 0, 0], dtype=torch.int8)
 
-    found = gate(incoming, closed)
+    result = gate(incoming, closed)
 
-    assert found.tolist()[:4] == [0.0, 0.0, 0.0, 2.0]
-    assert found[4].isnan()
-    assert found.dtype == torch.bfloat16
+    assert result.tolist()[:4] == [0.0, 0.0, 0.0, 2.0]
+    assert result[4].isnan()
+    assert result.dtype == torch.bfloat16
     torch.library.opcheck(torch.ops.qsync.gate.default, (incoming, closed), test_utils=CHECKS)
 
 
@@ -155,18 +152,18 @@ def test_quantized_layer_after_relu_saves_no_bool_mask() -> None:
         step(torch.randn(2, 3, 16, 16)).sum().backward()
 
     forward = graphs.seen[0]
-    kept = [node for node in forward.output_node().all_input_nodes if node.op == "call_function"]
-    assert not [node for node in kept if node.meta["val"].dtype == torch.bool]
-    order = {node: at for at, node in enumerate(forward.nodes)}
-    # What layers keep comes from the quantizer, of which it is one of two results.
+    saved = [node for node in forward.output_node().all_input_nodes if node.op == "call_function"]
+    assert not [node for node in saved if node.meta["val"].dtype == torch.bool]
+    order = {node: index for index, node in enumerate(forward.nodes)}
+    # The layers save outputs of the quantizer, which are selected by getitem.
     closed = [
         node
-        for node in kept
+        for node in saved
         if node.meta["val"].dtype == torch.int8 and node.target != operator.getitem
     ]
     assert len(closed) == 2
     if cpu_multiplies_integers():
-        # The last of them has an FP32 output, and is summed in integers.
+        # The last convolution has an FP32 output and runs in integers.
         target = torch.ops.qsync.integer_convolution.default
         (last,) = forward.find_nodes(op="call_function", target=target)
         assert all(order[node] < order[last] for node in closed)

@@ -1,6 +1,4 @@
-"""Gradients of depthwise convolutions in BF16 that a CPU computes in FP32, where oneDNN has no fast
-kernel for BF16.
-"""
+"""Gradients of BF16 depthwise convolutions, computed in FP32 if oneDNN has no fast BF16 kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ CHECKS = ("test_schema", "test_faketensor")
 
 
 def operands(kernel: int, groups: int, stride: int, dtype: torch.dtype = BF16) -> tuple[Any, ...]:
-    """Gradient, input and weight of a convolution of eight channels, and its geometry."""
+    """Return gradient, input, weight and geometry of a convolution of eight channels."""
     torch.manual_seed(0)
     x, weight = (
         torch.randn(2, 8, 12, 12).to(dtype),
@@ -34,7 +32,7 @@ def operands(kernel: int, groups: int, stride: int, dtype: torch.dtype = BF16) -
 
 
 def computed(arguments: tuple[Any, ...], needed: list[bool]) -> tuple[list[bool], list[bool], Any]:
-    """What our operator is asked for and what torch's is, nothing where it is not called, and the
+    """Return the output masks of our operator and of torch's, empty without a call, and the
     gradients.
     """
 
@@ -42,12 +40,12 @@ def computed(arguments: tuple[Any, ...], needed: list[bool]) -> tuple[list[bool]
         return BACKWARD(gradient, x, weight, *arguments[3:], needed)
 
     graph = make_fx(run, decomposition_table=for_inductor(CPU))(*arguments[:3])
-    asked = []
+    masks = []
     for targets in ((torch.ops.qsync.depthwise_gradients.default,), (BACKWARD, IN_FP32[BACKWARD])):
         calls = [node for node in graph.graph.nodes if node.target in targets]
         assert len(calls) <= 1
-        asked.append([bool(wanted) for call in calls for wanted in call.args[-1]])
-    return asked[0], asked[1], graph(*arguments[:3])
+        masks.append([bool(wanted) for call in calls for wanted in call.args[-1]])
+    return masks[0], masks[1], graph(*arguments[:3])
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,7 @@ def computed(arguments: tuple[Any, ...], needed: list[bool]) -> tuple[list[bool]
     [
         (3, 1, 8, [], [True, True, True]),
         (3, 2, 8, [True, False], [False, True, True]),
-        # The bias's gradient is a sum: torch's kernel would compute the weight's for it.
+        # The bias gradient is a sum: torch's kernel would also compute the weight gradient.
         (5, 1, 8, [False, True], [True, False, False]),
         (7, 2, 8, [True, True], []),
         (7, 2, 4, [], [True, True, True]),
@@ -72,31 +70,31 @@ def test_slow_depthwise_convolutions_run_in_fp32(
             *(t.to(memory_format=torch.channels_last) for t in arguments[:2]),
             *arguments[2:],
         )
-    asked, of_torch, found = computed(arguments, [True, True, True])
-    assert (asked, of_torch) == (ours, torchs)
+    our_mask, torch_mask, gradients = computed(arguments, [True, True, True])
+    assert (our_mask, torch_mask) == (ours, torchs)
     in_bf16 = BACKWARD(*arguments, [True, True, True])
     exact = BACKWARD(*(t.double() for t in arguments[:3]), *arguments[3:], [True, True, True])
-    for one, other, reference in zip(found, in_bf16, exact, strict=True):
-        assert one.dtype is BF16 and one.shape == reference.shape
-        errors = [float((t - reference).norm() / reference.norm()) for t in (one, other)]
+    for actual, bf16, reference in zip(gradients, in_bf16, exact, strict=True):
+        assert actual.dtype is BF16 and actual.shape == reference.shape
+        errors = [float((t - reference).norm() / reference.norm()) for t in (actual, bf16)]
         assert errors[0] <= errors[1] * 1.05 and errors[0] < 0.01
 
 
 def test_large_kernels_are_so_in_fp32_too() -> None:
     arguments = operands(7, 8, 2, FP32)
-    ours, torchs, found = computed(arguments, [True, True, True])
+    ours, torchs, gradients = computed(arguments, [True, True, True])
     assert (ours, torchs) == ([False, True], [True, False, False])
-    for one, reference in zip(found, BACKWARD(*arguments, [True, True, True]), strict=True):
-        torch.testing.assert_close(one, reference, rtol=1e-4, atol=1e-4)
+    for actual, expected in zip(gradients, BACKWARD(*arguments, [True, True, True]), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_unused_gradients_are_not_computed() -> None:
     arguments = operands(3, 8, 2)
-    ours, torchs, found = computed(arguments, [False, True, False])
-    assert (ours, torchs) == ([], [False, True, False]) and found[0] is None
-    ours, torchs, found = computed(arguments, [True, False, False])
-    assert (ours, torchs) == ([True, False], []) and found[1] is found[2] is None
-    ours, torchs, found = computed(operands(5, 8, 1), [False, False, True])
+    ours, torchs, gradients = computed(arguments, [False, True, False])
+    assert (ours, torchs) == ([], [False, True, False]) and gradients[0] is None
+    ours, torchs, gradients = computed(arguments, [True, False, False])
+    assert (ours, torchs) == ([True, False], []) and gradients[1] is gradients[2] is None
+    ours, torchs, gradients = computed(operands(5, 8, 1), [False, False, True])
     assert (ours, torchs) == ([], [False, False, True])
 
 
@@ -104,8 +102,8 @@ def test_unused_gradients_are_not_computed() -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_the_operator(needed: list[bool], dtype: torch.dtype) -> None:
     gradient, x, weight, _, stride, padding, dilation, *_ = operands(5, 8, 2, dtype)
-    given = gradient, x, weight, stride, padding, dilation, needed
-    torch.library.opcheck(torch.ops.qsync.depthwise_gradients.default, given, test_utils=CHECKS)
+    arguments = gradient, x, weight, stride, padding, dilation, needed
+    torch.library.opcheck(torch.ops.qsync.depthwise_gradients.default, arguments, test_utils=CHECKS)
 
 
 def test_other_types_stay() -> None:
@@ -118,13 +116,13 @@ def test_a_model_trains_with_them() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 5, stride=2, padding=2, groups=8))
     x = torch.randn(2, 3, 12, 12)
-    found = []
+    gradients = []
     for precision in ("fp32", "bf16"):
         model.zero_grad()
         torch.compile(model, backend="qsync", options={"precision": precision})(
             x
         ).square().sum().backward()
-        found.append([p.grad for p in model.parameters()])
-    for one, other in zip(*found, strict=True):
-        assert one is not None and other is not None
-        assert float((one - other).norm() / one.norm()) < 0.02
+        gradients.append([p.grad for p in model.parameters()])
+    for fp32, bf16 in zip(*gradients, strict=True):
+        assert fp32 is not None and bf16 is not None
+        assert float((fp32 - bf16).norm() / fp32.norm()) < 0.02

@@ -1,6 +1,4 @@
-"""The gradient of an embedding's table under Inductor on the CPU: torch's kernel, with the numbers
-of eager mode.
-"""
+"""Embedding weight gradients under Inductor on the CPU: torch's kernel, values of eager mode."""
 
 from __future__ import annotations
 
@@ -44,13 +42,13 @@ def test_it_is_the_kernel_of_eager_mode(
     def loss(t: Tensor) -> Tensor:
         return (embedding(indices, t, padding, scale_grad_by_freq=by_frequency) * weights).sum()
 
-    (found,) = torch.autograd.grad(torch.compile(loss, backend=backend)(table), table)
+    (actual,) = torch.autograd.grad(torch.compile(loss, backend=backend)(table), table)
     torch._dynamo.reset()
-    # Sums of values in 16 bits are rounded once.
+    # 16-bit gradients are summed in FP32 and rounded once.
     wide = table.detach().float().requires_grad_()
     weights = weights.float()
-    (wanted,) = torch.autograd.grad(loss(wide), wide)
-    assert torch.equal(found, wanted.to(dtype))
+    (expected,) = torch.autograd.grad(loss(wide), wide)
+    assert torch.equal(actual, expected.to(dtype))
     called = [node.target for node in graphs[-1].graph.nodes]
     assert called.count(torch.ops.qsync.embedding_gradient.default) == 1
     assert not any("index_put" in str(target) for target in called)

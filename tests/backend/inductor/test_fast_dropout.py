@@ -1,5 +1,5 @@
-"""The option "fast_dropout": what is dropped, how often, where it is dropped again in the backward
-pass, and who keeps torch's.
+"""The option "fast_dropout": masks, drop rate, mask reuse in the backward pass, and graphs that
+fall back to torch's dropout.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def test_keep_is_its_reference_on_every_path(size: tuple[int, ...], p: float) ->
     assert torch.equal(keep(size, SEED, 7, p), wanted)
     for isa in _C.available_isas():
         for threads in (1, 3):
-            found = torch.empty(size, dtype=torch.uint8)
-            _C.keep(found.data_ptr(), found.numel(), p, int(SEED), 7, threads, isa=isa)
-            assert torch.equal(found, wanted), (isa, threads)
+            actual = torch.empty(size, dtype=torch.uint8)
+            _C.keep(actual.data_ptr(), actual.numel(), p, int(SEED), 7, threads, isa=isa)
+            assert torch.equal(actual, wanted), (isa, threads)
 
 
 def test_wrong_probabilities_raise() -> None:
@@ -51,17 +51,17 @@ def test_wrong_probabilities_raise() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_probability_and_the_neighbours(p: float) -> None:
-    """As many are dropped as should be, to five deviations; neighbours, rows and streams have
-    nothing in common.
+    """The drop rate is within five standard deviations; neighbours, rows and streams are
+    uncorrelated.
     """
     n = 1 << 20
-    kept = keep((n,), SEED, 3, p).double() - (1 - p)
+    centered = keep((n,), SEED, 3, p).double() - (1 - p)
     bound = 5 * math.sqrt(p * (1 - p) / n)
-    assert abs(kept.mean()) < bound
+    assert abs(centered.mean()) < bound
     for lag in (1, 2, 16, 768, 4096):
-        assert abs((kept[lag:] * kept[:-lag]).mean()) < 5 * p * (1 - p) / math.sqrt(n - lag)
+        assert abs((centered[lag:] * centered[:-lag]).mean()) < 5 * p * (1 - p) / math.sqrt(n - lag)
     other = keep((n,), SEED, 4, p).double() - (1 - p)
-    assert abs((kept * other).mean()) < 5 * p * (1 - p) / math.sqrt(n)
+    assert abs((centered * other).mean()) < 5 * p * (1 - p) / math.sqrt(n)
 
 
 class Dropping(nn.Module):
@@ -71,8 +71,8 @@ class Dropping(nn.Module):
 
 
 def traced(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
-    """A backend that traces as Inductor does, with the option's decomposition, and runs what comes
-    of it as it is.
+    """Return a backend that traces as Inductor does, with the option's decomposition, and runs the
+    graphs in eager mode.
     """
     from torch._dynamo.backends.common import aot_autograd
 
@@ -99,7 +99,7 @@ def test_backward_uses_the_forward_dropout_mask() -> None:
     assert torch.equal(gradient, first.detach())
     assert into.isfinite().all()
     assert set(first.flatten().tolist()) == {0.0, float(torch.tensor(1 / 0.75))}
-    # Of two dropouts of one graph each drops its own.
+    # The two dropouts of the graph draw independent masks.
     assert 0.5 < ((first == 0) == (second == 0)).float().mean() < 0.75
     called = [str(node.target) for node in graphs[0].graph.nodes]
     assert called.count("qsync.keep.default") == 3
@@ -113,29 +113,29 @@ def test_backward_uses_the_forward_dropout_mask() -> None:
 def test_evaluation_has_no_dropout() -> None:
     graphs: list[fx.GraphModule] = []
     x, q = torch.randn(4, 5), torch.randn(1, 2, 3, 4)
-    found = torch.compile(Dropping().eval(), backend=traced(graphs))(x, q)
-    assert torch.equal(found[0], x)
+    outputs = torch.compile(Dropping().eval(), backend=traced(graphs))(x, q)
+    assert torch.equal(outputs[0], x)
     assert not any("keep" in str(node.target) for graph in graphs for node in graph.graph.nodes)
     torch._dynamo.reset()
 
 
 def test_checkpoint_recomputes_the_same_dropout_mask() -> None:
-    """torch restores its generator before it computes again, and the stream moves with it."""
+    """torch restores its generator before recomputation, which also restores the stream."""
     x = torch.ones(50, 50, requires_grad=True)
     compiled = torch.compile(nn.Dropout(0.5), backend=traced([]))
-    found = checkpoint(compiled, x, use_reentrant=False)
-    assert isinstance(found, Tensor)
-    found.square().sum().backward()  # type: ignore[no-untyped-call]
+    result = checkpoint(compiled, x, use_reentrant=False)
+    assert isinstance(result, Tensor)
+    result.square().sum().backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
-    assert torch.equal(x.grad, found.detach() * 4)  # 2 y dy/dx, and both are 2 or 0
+    assert torch.equal(x.grad, result.detach() * 4)  # 2 y dy/dx, and both are 2 or 0
     torch._dynamo.reset()
 
 
 class Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        found = checkpoint(lambda y: dropout(y.sin(), 0.5).exp(), x, use_reentrant=False)
-        assert isinstance(found, Tensor)
-        return found
+        result = checkpoint(lambda y: dropout(y.sin(), 0.5).exp(), x, use_reentrant=False)
+        assert isinstance(result, Tensor)
+        return result
 
 
 @tiers.ALL
@@ -152,33 +152,33 @@ def test_where_it_cannot_be_torchs_dropout_stays(model: Any) -> None:
         module, backend="qsync", options={"fast_dropout": True, "precision": "fp32"}
     )
     with pytest.warns(qsync_fx.PlanWarning, match="fast_dropout"):
-        found = compiled(x)
+        output = compiled(x)
     torch.manual_seed(0)
-    found = compiled(x)
-    found.sum().backward()
+    output = compiled(x)
+    output.sum().backward()
     torch._dynamo.reset()
     torch.manual_seed(0)
     assert torch.equal(
-        found, torch.compile(module, backend="qsync", options={"precision": "fp32"})(x)
+        output, torch.compile(module, backend="qsync", options={"precision": "fp32"})(x)
     )
     torch._dynamo.reset()
 
 
 @tiers.ALL
 def test_fast_dropout_is_the_default_if_possible() -> None:
-    found = {}
-    for asked in (None, True, False):
-        given = {} if asked is None else {"fast_dropout": asked}
+    outputs = {}
+    for option in (None, True, False):
+        options = {} if option is None else {"fast_dropout": option}
         torch._dynamo.reset()
         compiled = torch.compile(
-            nn.Dropout(0.25), backend="qsync", options={"precision": "fp32", **given}
+            nn.Dropout(0.25), backend="qsync", options={"precision": "fp32", **options}
         )
         torch.manual_seed(0)
-        found[asked] = compiled(torch.ones(100, 100))
+        outputs[option] = compiled(torch.ones(100, 100))
         torch.manual_seed(0)
-        assert torch.equal(compiled(torch.ones(100, 100)), found[asked])
-    assert torch.equal(found[None], found[True])
-    assert not torch.equal(found[None], found[False])
+        assert torch.equal(compiled(torch.ones(100, 100)), outputs[option])
+    assert torch.equal(outputs[None], outputs[True])
+    assert not torch.equal(outputs[None], outputs[False])
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("error", qsync_fx.PlanWarning)

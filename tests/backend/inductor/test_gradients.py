@@ -1,4 +1,4 @@
-"""Gradients of weights come out as the weights lie, so that autograd does not copy them."""
+"""Weight gradients have the strides of their weights, so that autograd does not copy them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def network(memory_format: torch.memory_format) -> nn.Module:
 
 
 def handed_over(model: nn.Module, images: Tensor, **given: Any) -> dict[str, Tensor]:
-    """Returns gradients as the compiled code gives them to autograd."""
-    found: dict[str, Tensor] = {}
+    """Return the gradients that the compiled code passes to autograd."""
+    gradients: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
-        weight.register_hook(lambda gradient, name=name: found.__setitem__(name, gradient))
+        weight.register_hook(lambda gradient, name=name: gradients.__setitem__(name, gradient))
     torch.compile(model, dynamic=False, **given)(images).square().mean().backward()
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -43,18 +43,16 @@ def test_gradients_have_the_strides_of_their_weights(
 ) -> None:
     model, images = network(memory_format), torch.randn(4, 16, 8, 8)
     expected = handed_over(copy.deepcopy(model), images, backend="eager")
-    found = handed_over(model, images, backend="qsync", options={"precision": precision})
+    gradients = handed_over(model, images, backend="qsync", options={"precision": precision})
     weights = dict(model.named_parameters())
-    for name, gradient in found.items():
+    for name, gradient in gradients.items():
         assert gradient.stride() == weights[name].stride(), name
-        near = {"fp32": 1e-5, "bf16": 8e-2}[precision] * expected[name].abs().max().item()
-        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=near)
+        atol = {"fp32": 1e-5, "bf16": 8e-2}[precision] * expected[name].abs().max().item()
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=atol)
 
 
 def joint() -> tuple[fx.Graph, Tensor]:
-    """Returns a joint graph of one result, a gradient of a weight and none of a scale that was
-    given.
-    """
+    """Return a joint graph with one result, a weight gradient, and no gradient for a scale."""
     graph, value = fx.Graph(), torch.empty(8, 4, 3, 3)
     weight, scale, tangent = (
         graph.placeholder(name) for name in ("primals_1", "primals_2", "tangents_1")

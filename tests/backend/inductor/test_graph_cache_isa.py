@@ -1,5 +1,5 @@
-"""Graphs that torch keeps on disk are taken again only where the same units multiply integers:
-paths and CPUs may share a cache.
+"""Graphs in torch's disk cache are reused only with the same integer units: instruction sets and
+CPUs may share a cache.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def test_each_set_of_units_has_a_distinct_tag(monkeypatch: pytest.MonkeyPatch) -
             inductor_config, "native_integer_products", lambda native=native: native
         )
         monkeypatch.setattr(inductor_config, "cpu_multiplies_integers", lambda exact=exact: exact)
-        for device, found in tags.items():
+        for device, device_tags in tags.items():
             with inductor_config.tracing(torch.device(device), ""):
-                found.add(torch.compiler.config.cache_key_tag)
+                device_tags.add(torch.compiler.config.cache_key_tag)
     assert (len(tags["cpu"]), len(tags["cuda"])) == (4, 1)
 
 
@@ -35,17 +35,17 @@ def test_each_set_of_units_has_a_distinct_tag(monkeypatch: pytest.MonkeyPatch) -
 def test_kernel_for_a_unit_is_not_reused_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was: by the kernel of "scalar" a step took 500 ms, in place of 50."""
-    found = []
+    """Regression test: a step with the cached "scalar" kernel ran in 500 ms instead of 50."""
+    lookups = []
     with fresh_cache():
         for unit in (True, True, False, True):
-            for where in (inductor_config, dispatch):
-                monkeypatch.setattr(where, "native_integer_products", lambda unit=unit: unit)
+            for module in (inductor_config, dispatch):
+                monkeypatch.setattr(module, "native_integer_products", lambda unit=unit: unit)
             torch._dynamo.reset()
             counters.clear()
             run: Any = torch.compile(
                 nn.Linear(32, 16), backend="qsync", options={"precision": "int8"}, dynamic=False
             )
             run(torch.randn(8, 32)).sum().backward()
-            found.append("hit" if counters["aot_autograd"]["autograd_cache_hit"] else "miss")
-    assert found == ["miss", "hit", "miss", "hit"]
+            lookups.append("hit" if counters["aot_autograd"]["autograd_cache_hit"] else "miss")
+    assert lookups == ["miss", "hit", "miss", "hit"]

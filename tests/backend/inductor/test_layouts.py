@@ -1,5 +1,5 @@
-"""How operands are to lie is heard by Inductor, which asks of an operator that has a tag for it
-nothing else.
+"""Layouts of operands and images under Inductor, which ignores the layout constraint of an operator
+with a layout tag.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ def test_inductor_requests_operand_strides(name: str) -> None:
     from torch._inductor.lowering import maybe_layout_constraints
 
     register_with_inductor()
-    asked = maybe_layout_constraints(getattr(torch.ops.qsync, name).default)
-    assert asked is not None and asked.__module__ == "qsync_fx.backend.inductor.inductor_config"
+    constraint = maybe_layout_constraints(getattr(torch.ops.qsync, name).default)
+    assert (
+        constraint is not None
+        and constraint.__module__ == "qsync_fx.backend.inductor.inductor_config"
+    )
 
 
 def test_inductor_is_free_with_operators_that_take_any_layout() -> None:
@@ -40,9 +43,7 @@ def test_inductor_is_free_with_operators_that_take_any_layout() -> None:
 
 
 class Block(nn.Module):
-    """The begin of a block of a ConvNeXt: a linear layer behind convolutions, on images that are no
-    matrix.
-    """
+    """Start of a ConvNeXt block: convolutions, then a linear layer on a four-dimensional input."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -59,34 +60,34 @@ class Block(nn.Module):
 def test_row_operands_of_linear_layers_are_quantized_by_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a graph with convolutions, too, whose images have their channels last: a copy stood
+    """Regression test: in a graph with channels-last convolutions, Inductor copied the values
     between quantizer and layer.
     """
     from torch._inductor.utils import run_and_get_code
 
     n, h, w, c = 2, 5, 7, 24
-    lies: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    strides: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
     quantize = native.quantize
 
     def seen(*given: Any) -> tuple[Tensor, Tensor]:
         values, scale = quantize(*given)
-        lies.setdefault(tuple(values.shape), set()).add(values.stride())
+        strides.setdefault(tuple(values.shape), set()).add(values.stride())
         return values, scale
 
     monkeypatch.setattr(native, "quantize", seen)
     compiled = torch.compile(Block(c), backend="qsync", options={"precision": "int8"})
     with torch.compiler.config.patch(force_disable_caches=True):
         _, (code,) = run_and_get_code(compiled, torch.randn(n, 3, h, w))
-    assert lies[n, c, h, w] == {(h * w * c, 1, w * c, c)}, (
+    assert strides[n, c, h, w] == {(h * w * c, 1, w * c, c)}, (
         "the input of a convolution: channels last"
     )
-    assert lies[n, h, w, c] == {(h * w * c, w * c, c, 1)}, "that of a linear layer: rows"
+    assert strides[n, h, w, c] == {(h * w * c, w * c, c, 1)}, "that of a linear layer: rows"
     copied = rf"empty_strided_cpu\(\({n * h * w}, {c}\), \({c}, 1\), torch\.int8\)"
     assert not re.search(copied, code), "values are quantized, and then copied"
 
 
 class Convolved(nn.Sequential):
-    """Two convolutions of images that stay as large as they are."""
+    """Two convolutions that preserve the image size."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(
@@ -108,7 +109,7 @@ class Convolved(nn.Sequential):
 def test_images_keep_their_layout_where_weights_are_far_more(
     precision: str, size: int, first: bool
 ) -> None:
-    """Weights with channels first were else laid out anew in every step."""
+    """Otherwise contiguous weights would be converted to channels-last in every step."""
     from torch._inductor.utils import run_and_get_code
 
     torch.manual_seed(0)
@@ -134,17 +135,17 @@ def test_images_keep_their_layout_where_weights_are_far_more(
 def test_kernels_of_int8_have_images_laid_out_for_gradients_alone(
     precision: str, comes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[bool] = []
+    results: list[bool] = []
 
     def spied(module: fx.GraphModule) -> bool:
-        said.append(as_it_comes(module))
-        return said[-1]
+        results.append(as_it_comes(module))
+        return results[-1]
 
     monkeypatch.setattr(layouts, "as_it_comes", spied)
     model, x = Convolved(48), torch.randn(2, 48, 4, 4)
     with torch.compiler.config.patch(force_disable_caches=True):
         y = torch.compile(model, backend="qsync", options={"precision": precision})(x)
-    assert said == [comes]
+    assert results == [comes]
     torch.testing.assert_close(y, model(x), atol=0.2, rtol=0.2)
 
 

@@ -1,6 +1,4 @@
-"""What a ReLU keeps under "activation_recompute" are bits, of which gradients come out as
-of bytes.
-"""
+"""Packed ReLU masks under "activation_recompute": byte masks give bit-equal gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from tests.support.compiling.early_bytes import Graphs
 
 
 class Residual(nn.Module):
-    """Sums whose ReLU cannot be told from what is kept anyway: that is rounded."""
+    """Sums whose ReLU mask cannot be derived from the saved, quantized activations."""
 
     def __init__(self, layer: type[nn.Module], *how: int) -> None:
         super().__init__()
@@ -42,9 +40,9 @@ NETWORKS = {
 
 @pytest.fixture
 def settings() -> Iterator[Graphs]:
-    seen = Graphs()
-    with torch._inductor.config.patch(post_grad_custom_pre_pass=seen):
-        yield seen
+    graphs = Graphs()
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=graphs):
+        yield graphs
     torch._dynamo.reset()
 
 
@@ -68,20 +66,20 @@ def test_packed_masks_give_bit_equal_gradients(
     network: str, settings: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(NETWORKS[network][1])
-    found = gradients_of(network, x)
+    actual = gradients_of(network, x)
     forward, backward = settings.seen[:2]
-    kept = [node for node in forward.output_node().all_input_nodes if node.op == "call_function"]
-    bits = [node for node in kept if node.target is torch.ops.qsync.pack_bits.default]
+    saved = [node for node in forward.output_node().all_input_nodes if node.op == "call_function"]
+    bits = [node for node in saved if node.target is torch.ops.qsync.pack_bits.default]
     masks = [
         node
-        for node in kept
+        for node in saved
         if node.meta["val"].dtype in (torch.bool, torch.int8) and node not in bits
     ]
     assert bits
     assert all(node.target is operator.getitem for node in masks), (
         "but for what quantizers round, no byte is kept"
     )
-    order = {node: at for at, node in enumerate(forward.nodes)}
+    order = {node: index for index, node in enumerate(forward.nodes)}
     for node in bits:
         source: Any = node
         while source.target is not torch.ops.aten.relu.default:
@@ -96,23 +94,23 @@ def test_packed_masks_give_bit_equal_gradients(
     monkeypatch.setattr(
         recompute_policy.InBits,
         "__call__",
-        lambda _, *given, **how: min_cut_rematerialization_partition(*given, **how),
+        lambda _, *args, **kwargs: min_cut_rematerialization_partition(*args, **kwargs),
     )
-    wanted = gradients_of(network, x)
+    expected = gradients_of(network, x)
     assert not settings.seen[2].find_nodes(
         op="call_function", target=torch.ops.qsync.pack_bits.default
     )
-    assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_custom_partitioner_runs_first() -> None:
-    asked = []
+    graphs = []
 
     class Theirs(recompute_policy.InBits):
         def __call__(
             self, gm: fx.GraphModule, joint_inputs: Any, **how: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            asked.append(gm)
+            graphs.append(gm)
             return min_cut_rematerialization_partition(gm, joint_inputs, **how)  # type: ignore[no-untyped-call]
 
     with torch._inductor.config.patch(custom_partitioner_fn=Theirs()):
@@ -126,12 +124,12 @@ def test_custom_partitioner_runs_first() -> None:
     for node in joint.graph.nodes:
         node.meta["val"] = torch.empty(2)
     forward, _ = ours(joint, ([torch.empty(2)], [torch.empty(2)]), num_fwd_outputs=1)
-    assert asked == [joint]
+    assert graphs == [joint]
     assert torch.equal(forward(torch.ones(2))[0], torch.full((2,), 2.0))
 
 
 def test_cached_graph_is_loaded_under_its_compile_settings() -> None:
-    """Where Inductor draws as torch does, its table has no dropout to put ours around."""
+    """With `fallback_random`, Inductor's table has no dropout decomposition to wrap."""
     table = for_inductor(torch.device("cpu"), activation_recompute=True)
     with torch._inductor.config.patch(fallback_random=True):
         assert pickle.loads(pickle.dumps(table))

@@ -1,7 +1,7 @@
-"""What the compiler has made of AMX's kernel, on machines that have no AMX to run it.
+"""Machine code of the AMX kernel, also on machines without AMX.
 
-GCC 12.2 left out what configures the tiles, all but 8 bytes of it, and the module died on every
-processor with AMX.
+GCC 12.2 omitted all but 8 bytes of the stores to the tile configuration, and the module crashed on
+every processor with AMX.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from qsync_fx import _C
 
 SHAPES = struct.pack("<BB14x16H16B", 1, 0, *([64] * 8 + [0] * 8), *([16] * 8 + [0] * 8))
-"""Palette 1, and eight tiles of 16 rows of 64 bytes: Intel's manual, LDTILECFG."""
+"""Palette 1, eight tiles of 16 rows of 64 bytes: Intel's manual, LDTILECFG."""
 
 
 def test_tiles_are_configured_by_data() -> None:
@@ -41,12 +41,12 @@ def test_tiles_are_configured_by_data() -> None:
         content = file.read()
     for place in places:
         assert place is not None
-        at = int(place[1], 16)
+        address = int(place[1], 16)
         (offset,) = [
-            at - int(start, 16) + int(lies, 16)
-            for start, lies, size in re.findall(
+            address - int(start, 16) + int(start_in_file, 16)
+            for start, start_in_file, size in re.findall(
                 r"PROGBITS\s+([0-9a-f]+) ([0-9a-f]+) ([0-9a-f]+)", sections
             )
-            if int(start, 16) <= at < int(start, 16) + int(size, 16)
+            if int(start, 16) <= address < int(start, 16) + int(size, 16)
         ]
         assert content[offset : offset + 64] == SHAPES

@@ -1,8 +1,7 @@
-"""AMX's kernels give the scalar path's bits, on machines that have no AMX: its instructions for
-tiles are written out in plain C++.
+"""AMX kernels with tile instructions emulated in C++, compared bit by bit with the scalar path.
 
-Those of BF16 do where sums are exact; elsewhere they are near. All else, the packing above all, is
-compiled as it is for a processor that has tiles, and runs by AVX-512.
+BF16 products are bit-equal if their sums are exact, and close otherwise. All other code, such as
+the packing, is compiled as for a processor with AMX and runs with AVX-512.
 """
 
 from __future__ import annotations
@@ -24,41 +23,41 @@ AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -Wno-maybe-uninitialized".s
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compares random products of both paths."""
+    """Return a compiled program that compares random products of both paths."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to compile it")
     if "avx512" not in _C.available_isas():
         pytest.skip("its packing runs by AVX-512, which this processor has not")
     folder = tmp_path_factory.mktemp("amx")
-    kernel, made = folder / "amx.o", folder / "amx_against_scalar"
-    how = [compiler, *FLAGS, f"-I{REPOSITORY / 'cpp'}"]
-    subprocess.run([*how, *AVX512, "-c", SUPPORT / "emulated_amx.cpp", "-o", kernel], check=True)
+    kernel, executable = folder / "amx.o", folder / "amx_against_scalar"
+    command = [compiler, *FLAGS, f"-I{REPOSITORY / 'cpp'}"]
+    subprocess.run(
+        [*command, *AVX512, "-c", SUPPORT / "emulated_amx.cpp", "-o", kernel], check=True
+    )
     sources = [
         SUPPORT / "amx_against_scalar.cpp",
         *(GEMM / f"{name}.cpp" for name in ("gemm", "windows", "workspace")),
     ]
     scalar = [
-        *how,
+        *command,
         "-DQSYNC_INT8=scalar_int8",
         "-DQSYNC_BF16=scalar_bf16",
         *(GEMM / f"paths/{name}.cpp" for name in ("pairs", "floats")),
     ]
-    subprocess.run([*scalar, *sources, kernel, "-o", made], check=True)
-    return made
+    subprocess.run([*scalar, *sources, kernel, "-o", executable], check=True)
+    return executable
 
 
 def test_products_equal_the_scalar_variant(program: Path) -> None:
-    done = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout == f"{40 * (3 * 3 * 3 * 2 + 1)} products, 0 differ\n"
+    result = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout == f"{40 * (3 * 3 * 3 * 2 + 1)} products, 0 differ\n"
 
 
 def test_a_tile_is_not_used_before_it_is_configured(program: Path) -> None:
-    """That the emulation sees it is what makes the products above a test of when tiles are
-    configured.
-    """
-    done = subprocess.run(
+    """The emulation detects unconfigured tiles, so the products above also test the configuration."""
+    result = subprocess.run(
         [program, "unconfigured"], capture_output=True, text=True, timeout=120, check=False
     )
-    assert (done.returncode, done.stdout) == (3, "a tile is used that is not configured\n")
+    assert (result.returncode, result.stdout) == (3, "a tile is used that is not configured\n")

@@ -1,6 +1,4 @@
-"""Activations that products give out: ReLU to the bit, GELU near FP64's, and the same bits on every
-path.
-"""
+"""Activations fused into products: bit-exact ReLU, GELU close to FP64, equal bits on every path."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ ACTIVATIONS: dict[_C.Activation, Callable[[Tensor], Tensor]] = {
 
 
 def activated(x: Tensor, how: _C.Activation, isa: str) -> Tensor:
-    """Returns an activation of any numbers: a bias is what sums of nothing come to."""
+    """Return the activation of `x`, which is the bias of empty sums."""
     nothing = torch.zeros(0, dtype=torch.int8)
     a, b = nothing.view(1, 0), nothing.view(0, x.numel())
     return multiplied(a, b, torch.float32, bias=x, isa=isa, activation=how)[0]
@@ -35,17 +33,17 @@ def activated(x: Tensor, how: _C.Activation, isa: str) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_relu_is_that_of_the_result(isa: str, operands: torch.dtype, dtype: torch.dtype) -> None:
     a, b = matrix(35, 70, "rows", operands), matrix(70, 37, "columns", operands)
-    how = dtype, torch.rand(35), torch.rand(37), torch.randn(37) * 1000
+    arguments = dtype, torch.rand(35), torch.rand(37), torch.randn(37) * 1000
     assert torch.equal(
-        multiplied(a, b, *how, isa=isa, activation="relu"),
-        torch.relu(multiplied(a, b, *how, isa=isa)),
+        multiplied(a, b, *arguments, isa=isa, activation="relu"),
+        torch.relu(multiplied(a, b, *arguments, isa=isa)),
     )
 
 
 @every_isa
 @pytest.mark.parametrize("how", ["gelu", "gelu_tanh"])
 def test_gelu_is_near(isa: str, how: _C.Activation) -> None:
-    """As near as torch's, which is off by 3.5 and 1.1 units of 1e-7 of the value."""
+    """The relative error is similar to torch's (3.5e-7 and 1.1e-7)."""
     x = torch.cat(
         [
             torch.linspace(-12, 12, 200_001),
@@ -53,9 +51,9 @@ def test_gelu_is_near(isa: str, how: _C.Activation) -> None:
             torch.tensor([1e30, -1e30, 0.0, 1e-40]),
         ]
     )
-    found, exact = activated(x, how, isa).double(), ACTIVATIONS[how](x.double())
-    assert ((found - exact).abs() <= 3e-7 * x.double().abs() + 2**-149).all()
-    assert torch.equal(found.float(), activated(x, how, "scalar"))
+    actual, exact = activated(x, how, isa).double(), ACTIVATIONS[how](x.double())
+    assert ((actual - exact).abs() <= 3e-7 * x.double().abs() + 2**-149).all()
+    assert torch.equal(actual.float(), activated(x, how, "scalar"))
 
 
 @every_isa
@@ -65,21 +63,21 @@ def test_gelu_follows_bias_and_is_rounded_once(
     isa: str, operands: torch.dtype, how: _C.Activation
 ) -> None:
     a, b = matrix(35, 70, "rows", operands), matrix(70, 37, "columns", operands)
-    given = torch.tensor(1e-4), None, torch.randn(37)
-    wide = multiplied(a, b, torch.float32, *given, isa=isa, activation=how)
-    sums = multiplied(a, b, torch.float32, *given, isa=isa)
+    arguments = torch.tensor(1e-4), None, torch.randn(37)
+    wide = multiplied(a, b, torch.float32, *arguments, isa=isa, activation=how)
+    sums = multiplied(a, b, torch.float32, *arguments, isa=isa)
     assert torch.equal(wide, torch.stack([activated(row, how, isa) for row in sums]))
     assert torch.equal(
-        multiplied(a, b, torch.bfloat16, *given, isa=isa, activation=how), wide.bfloat16()
+        multiplied(a, b, torch.bfloat16, *arguments, isa=isa, activation=how), wide.bfloat16()
     )
 
 
 @every_isa
 def test_nan_is_preserved(isa: str) -> None:
     odd = torch.tensor([float("nan"), float("inf")])
-    for how in ACTIVATIONS:
-        found = activated(odd, how, isa)
-        assert found[0].isnan() and found[1] == float("inf")
+    for activation in ACTIVATIONS:
+        result = activated(odd, activation, isa)
+        assert result[0].isnan() and result[1] == float("inf")
 
 
 def test_sums_have_no_activation() -> None:

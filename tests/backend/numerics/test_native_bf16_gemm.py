@@ -1,5 +1,5 @@
-"""Products of BF16 matrices on the CPU: exact where sums are of whole numbers, near FP64's
-elsewhere, the same on any number of threads.
+"""Products of BF16 matrices on the CPU: exact for integers, else close to FP64, and independent of
+the number of threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ every_isa = pytest.mark.parametrize("isa", _C.available_isas())
 
 
 def near(found: Tensor, a: Tensor, b: Tensor) -> bool:
-    """Whether sums in FP32 are as near as the contract says."""
+    """Return whether FP32 sums are within the error bound of the contract."""
     wide, other, k = a.double(), b.double(), a.shape[1]
     largest = max((float(t.abs().max()) for t in (wide, other) if t.numel()), default=0.0)
     bound = (k + 2) * 2**-24 * 1.001 * (wide.abs() @ other.abs()) + k * 2.0**-126 * (1 + largest)
@@ -34,9 +34,7 @@ def near(found: Tensor, a: Tensor, b: Tensor) -> bool:
 
 
 def like(layout: Tensor, low: int, high: int) -> Tensor:
-    """Returns random numbers of magnitudes from 2**low to 2**high that lie as a matrix does, zeros
-    among them.
-    """
+    """Fill a matrix with zeros and random numbers of magnitudes from 2**low to 2**high."""
     numbers = torch.randn(layout.shape) * torch.exp2(
         torch.randint(low, high + 1, layout.shape).float()
     )
@@ -70,15 +68,15 @@ def test_integer_sums_are_exact(
 def test_other_sums_are_near(
     isa: str, m: int, n: int, k: int, layout: str, magnitudes: tuple[int, int], seed: int
 ) -> None:
-    """Down to denormals, of operands and of sums."""
+    """Includes denormal operands and sums."""
     torch.manual_seed(seed)
     a, b = (
         like(matrix(m, k, layout, BF16), *magnitudes),
         like(matrix(k, n, layout, BF16), *magnitudes),
     )
-    found = multiplied(a, b, torch.float32, isa=isa)
-    assert near(found, a, b)
-    assert torch.equal(multiplied(a, b, BF16, isa=isa), found.to(BF16)), "rounded once"
+    result = multiplied(a, b, torch.float32, isa=isa)
+    assert near(result, a, b)
+    assert torch.equal(multiplied(a, b, BF16, isa=isa), result.to(BF16)), "rounded once"
 
 
 @every_isa
@@ -103,7 +101,7 @@ def test_threads_change_no_bit(isa: str, m: int, n: int, k: int) -> None:
     assert near(alone, a, b)
     for threads in (2, 3, 64):
         assert torch.equal(multiplied(a, b, torch.float32, threads=threads, isa=isa), alone)
-    # Rows of their own, and columns, are other blocks.
+    # Slices of rows and columns are computed in other blocks.
     assert torch.equal(multiplied(a[m // 2 :], b, torch.float32, isa=isa), alone[m // 2 :])
     assert torch.equal(multiplied(a, b[:, n // 3 :], torch.float32, isa=isa), alone[:, n // 3 :])
 
@@ -115,11 +113,11 @@ def test_nonfinite_values_propagate(isa: str) -> None:
         a, b = torch.ones(m, k, dtype=BF16), torch.ones(k, n, dtype=BF16)
         a[0, k - 1], a[1, 0], a[2, 1], b[0, 1] = nan, inf, -inf, 0
         for dtype in (torch.float32, BF16):
-            found = multiplied(a, b, dtype, isa=isa)
-            assert found[0].isnan().all()
-            assert found[1, 1].isnan() and (found[1, 2:] == inf).all() and found[1, 0] == inf
-            assert (found[2] == -inf).all() and found[3:].isfinite().all()
-            assert torch.equal(multiplied(b.t(), a.t(), dtype, isa=isa).isnan(), found.isnan().t())
+            result = multiplied(a, b, dtype, isa=isa)
+            assert result[0].isnan().all()
+            assert result[1, 1].isnan() and (result[1, 2:] == inf).all() and result[1, 0] == inf
+            assert (result[2] == -inf).all() and result[3:].isfinite().all()
+            assert torch.equal(multiplied(b.t(), a.t(), dtype, isa=isa).isnan(), result.isnan().t())
     huge = torch.full((2, 1), 3e38, dtype=BF16)
     assert (multiplied(huge, 2 * torch.ones(1, 3, dtype=BF16), torch.float32, isa=isa) == inf).all()
 
@@ -185,14 +183,14 @@ def test_invalid_products_are_rejected() -> None:
 
 
 def test_each_path_has_its_instruction() -> None:
-    found = {isa: _C.gemm_instructions(isa) for isa in _C.available_isas()}
-    assert found["scalar"] == {"int8": "none", "bfloat16": "none"}
+    instructions = {isa: _C.gemm_instructions(isa) for isa in _C.available_isas()}
+    assert instructions["scalar"] == {"int8": "none", "bfloat16": "none"}
     expected = {
         "amx": ("tdpbssd", ["tdpbf16ps"]),
         "avx512_vnni": ("vpdpbusd", ["vdpbf16ps", "vfmadd231ps"]),
         "avx512": ("vpmaddwd", ["vfmadd231ps"]),
         "avx2": ("vpmaddwd", ["vfmadd231ps"]),
     }
-    for isa in found.keys() & expected.keys():
+    for isa in instructions.keys() & expected.keys():
         integers, floats = expected[isa]
-        assert found[isa]["int8"] == integers and found[isa]["bfloat16"] in floats
+        assert instructions[isa]["int8"] == integers and instructions[isa]["bfloat16"] in floats

@@ -1,5 +1,5 @@
-"""Products of INT8 matrices on the CPU do what their contract says, to the last bit, on every path
-and with any number of threads.
+"""Bit-exact contract of INT8 matrix products on the CPU, on every path and with any number of
+threads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def expected(
     b_scale: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Sums below 2**53 are exact in FP64, in whatever order."""
+    """Return the product from FP64 sums, which are exact below 2**53 in any order."""
     sums = a.double() @ b.double()
     if dtype == torch.int32:
         return sums.to(torch.int32)
@@ -83,8 +83,8 @@ def test_the_epilogue_rounds_as_torch_does(
         return None if kind == "none" else torch.rand(()) if kind == "one" else torch.rand(size)
 
     a, b = matrix(m, k, "rows"), matrix(k, n, "columns")
-    how = dtype, scale(of_a, m), scale(of_b, n), torch.randn(n) * 1000 if biased else None
-    assert torch.equal(multiplied(a, b, *how, isa=isa), expected(a, b, *how))
+    arguments = dtype, scale(of_a, m), scale(of_b, n), torch.randn(n) * 1000 if biased else None
+    assert torch.equal(multiplied(a, b, *arguments, isa=isa), expected(a, b, *arguments))
 
 
 @every_isa
@@ -120,8 +120,8 @@ def test_the_end_of_memory_is_not_passed(isa: str) -> None:
         for last in matrices:
             other = matrix(last.shape[1], 40, "rows")
             assert torch.equal(multiplied(last, other, isa=isa), expected(last, other, torch.int32))
-            turned = other.t(), last.t()
-            assert torch.equal(multiplied(*turned, isa=isa), expected(*turned, torch.int32))
+            transposed = other.t(), last.t()
+            assert torch.equal(multiplied(*transposed, isa=isa), expected(*transposed, torch.int32))
 
 
 @every_isa
@@ -129,8 +129,10 @@ def test_nonfinite_values_propagate(isa: str) -> None:
     a, b = torch.ones(3, 2, dtype=torch.int8), torch.ones(2, 5, dtype=torch.int8)
     scale = torch.tensor([float("nan"), float("inf"), 1.0])
     for dtype in (torch.float32, torch.bfloat16):
-        found = multiplied(a, b, dtype, scale, isa=isa)
-        assert found[0].isnan().all() and (found[1] == float("inf")).all() and (found[2] == 2).all()
+        result = multiplied(a, b, dtype, scale, isa=isa)
+        assert (
+            result[0].isnan().all() and (result[1] == float("inf")).all() and (result[2] == 2).all()
+        )
     huge = torch.tensor(torch.finfo(torch.float32).max / 2)
     assert (multiplied(a, b, torch.bfloat16, huge, isa=isa) == float("inf")).all(), (
         "rounded up, as torch rounds"
@@ -173,17 +175,17 @@ def test_operands_may_be_unaligned(isa: str, places: int) -> None:
 @every_isa
 def test_concurrent_calls_are_independent(isa: str) -> None:
     a, b = matrix(150, 300, "rows"), matrix(300, 90, "columns")
-    exact, found = expected(a, b, torch.int32), []
+    exact, matches = expected(a, b, torch.int32), []
 
     def work() -> None:
-        found.extend(torch.equal(multiplied(a, b, threads=2, isa=isa), exact) for _ in range(20))
+        matches.extend(torch.equal(multiplied(a, b, threads=2, isa=isa), exact) for _ in range(20))
 
     threads = [threading.Thread(target=work) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True] * 120
+    assert matches == [True] * 120
 
 
 def test_invalid_products_are_rejected() -> None:

@@ -1,5 +1,5 @@
-"""The native quantizer does what its contract says, to the last bit, on every path; its random
-numbers are good enough to be unbiased.
+"""Bit-exact contract of the native quantizer on every path, and statistical tests of its random
+numbers.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def test_equals_the_reference(isa: str, data: st.DataObject) -> None:
         data.draw(st.sampled_from([0, 5, 2**32 - 50, 2**63])),
     )
     threads = data.draw(st.integers(1, 4))
-    found = run_quantize(x, rounding, levels, seed, stream, threads, first, isa)
-    same(found, quantized(x, rounding, levels, seed, stream, first))
+    result = run_quantize(x, rounding, levels, seed, stream, threads, first, isa)
+    same(result, quantized(x, rounding, levels, seed, stream, first))
 
 
 @every_isa
@@ -69,7 +69,7 @@ def test_every_sixteen_bit_value(isa: str, dtype: torch.dtype, rounding: _C.Roun
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     x = bits.view(dtype) if dtype.itemsize == 2 else (bits.int() << 16).view(dtype)
     x = x[x.isfinite()]
-    # Rows of two: a value that sets the scale, and the value, for each value.
+    # Rows of two values; the larger magnitude sets the scale.
     pairs = torch.stack([x, x.flip(0)], 1).contiguous()
     same(run_quantize(pairs, rounding, seed=3, isa=isa), quantized(pairs, rounding, 127, 3, 0))
 
@@ -92,7 +92,7 @@ def test_special_rows(isa: str) -> None:
         assert np.isnan(scales[1:3]).all()
         assert scales[4] == np.float32(2.0**-126)
         assert not q[:3].any()
-        # Rounded down, the largest value may fall a level short: scale itself is rounded.
+        # With "floor" the largest value may be one level lower, because the scale is rounded.
         assert q[3, 0] >= (126 if rounding == "floor" else 127)
         assert q[3, 1] == -127
     assert run_quantize(torch.empty(4, 0), "nearest", isa=isa)[1].tolist() == [1.0] * 4
@@ -112,12 +112,12 @@ def test_result_does_not_depend_on_threads(shape: tuple[int, int], rounding: _C.
 def test_chunks_equal_the_full_tensor(data: st.DataObject, seed: int, stream: int) -> None:
     x = data.draw(vectors(200, finite=True)).view(4, 50)
     cut = data.draw(st.integers(0, 4))
-    whole = run_quantize(x, "stochastic", seed=seed, stream=stream)
+    full = run_quantize(x, "stochastic", seed=seed, stream=stream)
     parts = [run_quantize(x[:cut], "stochastic", seed=seed, stream=stream)]
     parts += [run_quantize(x[cut:], "stochastic", seed=seed, stream=stream, first=50 * cut)]
     same(
         (np.concatenate([parts[0][0], parts[1][0]]), np.concatenate([parts[0][1], parts[1][1]])),
-        whole,
+        full,
     )
 
 
@@ -127,17 +127,15 @@ def test_result_does_not_depend_on_denormal_flushing(isa: str) -> None:
     expected = quantized(x, "stochastic", 127, 1, 1)
     assert torch.set_flush_denormal(True)
     try:
-        found = run_quantize(x, "stochastic", 127, 1, 1, isa=isa)
+        result = run_quantize(x, "stochastic", 127, 1, 1, isa=isa)
         assert (x * 1.0 == 0).any(), "the mode was not left as it was"
     finally:
         torch.set_flush_denormal(False)
-    same(found, expected)
+    same(result, expected)
 
 
 def bias(isa: str, rounding: _C.Rounding, x: torch.Tensor, repeats: int) -> tuple[float, float]:
-    """Returns z of the mean error over all elements, and z of the sum of squares of each element's
-    own z.
-    """
+    """Return z of the mean error over all elements, and z of the sum of the elements' squared z."""
     total = np.zeros(x.shape, np.int64)
     for stream in range(repeats):
         q, scales = run_quantize(
@@ -159,7 +157,7 @@ def test_stochastic_rounding_is_unbiased(isa: str) -> None:
     x = torch.randn(1, 4000).double().float()
     x[0, :1000] = x.abs().max() * (
         1 - torch.rand(1000) / 127
-    )  # the last two levels, where a rounded sum would be off
+    )  # the last two levels, for which a rounded sum would be wrong
     mean, squares = bias(isa, "stochastic", x, 600 if isa == "scalar" else 5000)
     assert mean < 5
     assert abs(squares) < 6
@@ -170,7 +168,7 @@ N = 2**19
 
 
 def correlation(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
-    """Returns the correlation of two samples of uniform numbers, in standard errors."""
+    """Return the correlation of two samples of uniform numbers, in standard errors."""
     return float(
         ((a.astype(np.float64) - 0.5) * (b.astype(np.float64) - 0.5)).mean() * 12 * a.size**0.5
     )
@@ -198,8 +196,7 @@ def test_random_numbers_are_uniform_and_independent(seed: int, stream: int, firs
 
 @every_isa
 def test_no_read_past_the_end(isa: str) -> None:
-    # Memory that ends at a page nobody may touch; a read of it ends the process, so it has one of
-    # its own.
+    # The memory ends at a protected page. A read of it kills the process, hence a subprocess.
     code = f"""
 import ctypes, mmap
 from qsync_fx import _C
@@ -255,7 +252,7 @@ def test_other_threads_run_meanwhile() -> None:
     thread = threading.Thread(target=stamp)
     thread.start()
     try:
-        # One try may find the machine busy; with the interpreter lock held none can succeed.
+        # One attempt may fail on a busy machine; all fail if the call does not release the GIL.
         assert any(ran_in_the_middle() for _ in range(5))
     finally:
         done.set()

@@ -1,5 +1,5 @@
-"""Rounding to a float grid: against torch's own conversions, and to the last bit against the
-contract, on every path.
+"""Rounding to a float grid on every path, compared with torch's conversions and bit by bit with the
+contract.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def test_equals_the_reference(isa: str, data: st.DataObject, seed: int, stream: 
         data.draw(st.sampled_from([0, 2**32 - 50])),
     )
     grid = (mantissa, e_min, largest)
-    found = rounded(x, grid, rounding, seed, stream, data.draw(st.integers(1, 3)), first, isa)
+    result = rounded(x, grid, rounding, seed, stream, data.draw(st.integers(1, 3)), first, isa)
     np.testing.assert_array_equal(
-        bits(found), bits(reference(x, grid, rounding, uniform(n, seed, stream, first)))
+        bits(result), bits(reference(x, grid, rounding, uniform(n, seed, stream, first)))
     )
 
 
@@ -101,17 +101,17 @@ def test_nearest_equals_the_conversion_of_torch(isa: str, fmt) -> None:  # type:
         ]
     )
     x = x[x.isfinite() & (x.abs() <= fmt.max)]
-    found = rounded(x, (fmt.mantissa, fmt.e_min, fmt.max), "nearest", isa=isa)
+    result = rounded(x, (fmt.mantissa, fmt.e_min, fmt.max), "nearest", isa=isa)
     if fmt.dtype != torch.float32:
-        assert torch.equal(found, x.to(fmt.dtype).float())
+        assert torch.equal(result, x.to(fmt.dtype).float())
     elif fmt.name == "fp32":
-        np.testing.assert_array_equal(bits(found), bits(x))
+        np.testing.assert_array_equal(bits(result), bits(x))
     else:
-        # A grid within float32: every value is on it, and none is nearer.
+        # A grid within float32: each result is on it and at most half a step from its value.
         step = 2.0**-fmt.mantissa
-        assert (bits(found) & (2 ** (23 - fmt.mantissa) - 1) == 0).all()
+        assert (bits(result) & (2 ** (23 - fmt.mantissa) - 1) == 0).all()
         assert (
-            (found - x).abs().double()
+            (result - x).abs().double()
             <= x.abs().double() * step / 2 + 2.0 ** (fmt.e_min - fmt.mantissa - 1)
         ).all()
 
@@ -134,7 +134,7 @@ def test_representable_values_are_unchanged(isa: str, rounding: _C.Rounding) -> 
 
 @every_isa
 def test_in_place_and_stochastic_is_unbiased(isa: str) -> None:
-    x = torch.randn(1000) * 0.02  # among them denormals of E4M3
+    x = torch.randn(1000) * 0.02  # includes denormals of E4M3
     total, repeats = torch.zeros(1000, dtype=torch.float64), 1000
     for stream in range(repeats):
         y = x.clone()

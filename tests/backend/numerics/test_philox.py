@@ -1,6 +1,4 @@
-"""The random numbers of the CUDA kernels: Philox as published, unbiased roundings, streams that
-know nothing of each other.
-"""
+"""Random numbers of CUDA kernels: Philox test vectors, unbiased rounding, independent streams."""
 
 from __future__ import annotations
 
@@ -45,10 +43,10 @@ def test_numbers_belong_to_places_in_memory(
     seed: int, stream: int, n: int, transposed: bool
 ) -> None:
     like = torch.empty(n, 3).t() if transposed else torch.empty(3, n)
-    found = philox.uniform(like, torch.tensor([seed]), stream)
-    assert found.stride() == like.stride()
+    numbers = philox.uniform(like, torch.tensor([seed]), stream)
+    assert numbers.stride() == like.stride()
     flat = philox.uniform(torch.empty(3 * n), torch.tensor(seed), stream)
-    assert torch.equal(found.t().reshape(-1) if transposed else found.reshape(-1), flat)
+    assert torch.equal(numbers.t().reshape(-1) if transposed else numbers.reshape(-1), flat)
     # The definition, one element at a time.
     low = 0xFFFFFFFF
     for place in {0, n, 3 * n - 1}:
@@ -63,12 +61,12 @@ def test_no_elements() -> None:
 
 
 def deviation(numbers: torch.Tensor) -> float:
-    """Returns how many standard errors the mean of uniform numbers is off."""
+    """Return the deviation of the mean of uniform numbers from 0.5, in standard errors."""
     return float((numbers.double() - 0.5).mean() * (12 * numbers.numel()) ** 0.5)
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the correlation of two samples of uniform numbers, in standard errors."""
+    """Return the correlation of two samples of uniform numbers, in standard errors."""
     return float(((a.double() - 0.5) * (b.double() - 0.5)).mean() * 12 * a.numel() ** 0.5)
 
 
@@ -77,36 +75,38 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_uniform_and_independent(seed: int, stream: int) -> None:
     key = torch.tensor(seed)
     like = torch.empty(N)
-    found = philox.uniform(like, key, stream)
-    assert found.min() > 0
-    assert found.max() < 1
-    bits = (found.double() * 65536 - 0.5).long()
+    numbers = philox.uniform(like, key, stream)
+    assert numbers.min() > 0
+    assert numbers.max() < 1
+    bits = (numbers.double() * 65536 - 0.5).long()
     for shift in (0, 8):
         counts = torch.bincount(bits >> shift & 255, minlength=256).double()
         chi_square = float(((counts - N / 256) ** 2 / (N / 256)).sum())
         assert abs(chi_square - 255) < 6.5 * (2 * 255) ** 0.5
-    assert abs(deviation(found)) < 6
-    # Within a block, between blocks, and rows of usual lengths.
+    assert abs(deviation(numbers)) < 6
+    # Within a block, between blocks, and between rows of usual lengths.
     for lag in (1, 2, 3, 7, 8, 16, 64, 768, 4096):
-        assert abs(correlation(found[lag:], found[:-lag])) < 6
+        assert abs(correlation(numbers[lag:], numbers[:-lag])) < 6
     for other in (seed ^ 1, seed ^ (1 << 32), seed ^ (1 << 62)):
-        assert abs(correlation(found, philox.uniform(like, torch.tensor(other), stream))) < 6
+        assert abs(correlation(numbers, philox.uniform(like, torch.tensor(other), stream))) < 6
     for following in (1, 2, 1 << 16, 1 << 31):
-        assert abs(correlation(found, philox.uniform(like, key, (stream + following) % 2**32))) < 6
+        assert (
+            abs(correlation(numbers, philox.uniform(like, key, (stream + following) % 2**32))) < 6
+        )
 
 
 def test_correlation_measure_detects_correlation() -> None:
-    found = philox.uniform(torch.empty(N), torch.tensor(5), 0)
+    numbers = philox.uniform(torch.empty(N), torch.tensor(5), 0)
     half = torch.rand(N) < 0.1
-    assert correlation(found, torch.where(half, found, torch.rand(N))) > 6
+    assert correlation(numbers, torch.where(half, numbers, torch.rand(N))) > 6
 
 
 @pytest.mark.parametrize("fmt", ["int8", "fp8", "fp8_e5m2"])
 @settings(max_examples=5)
 @given(seed=SEEDS)
 def test_roundings_are_unbiased(fmt: str, seed: int) -> None:
-    """The mean error over many roundings of one tensor is within six standard errors of what
-    sixteen bits resolve.
+    """The total error of many roundings of one tensor is within six standard errors plus the
+    resolution of 16 random bits.
     """
     row, repeats = precision(fmt), 200
     generator = torch.Generator().manual_seed(seed & (2**63 - 1))
@@ -117,17 +117,17 @@ def test_roundings_are_unbiased(fmt: str, seed: int) -> None:
     part = torch.where(above > below, (units.double() - below) / (above - below), 0.0)
     ups = torch.zeros(2048, dtype=torch.float64)
     for stream in range(repeats):
-        found = reference.to_grid(
+        rounded = reference.to_grid(
             units, row, "stochastic", philox.uniform(units, torch.tensor(seed), stream)
         ).double()
-        assert ((found == below) | (found == above)).all()
-        ups += (found > below).double()
+        assert ((rounded == below) | (rounded == above)).all()
+        ups += (rounded > below).double()
     between = above > below
     error = (ups - repeats * part)[between]
     variance = (repeats * part * (1 - part))[between]
     resolution = repeats * between.sum() * 2.0**-17
     assert abs(float(error.sum())) < 6 * float(variance.sum()) ** 0.5 + float(resolution)
-    # Each element on its own too, not the sum alone.
+    # The errors of the elements, not only their sum.
     squares = (error**2 / variance)[variance > 1]
     assert float((squares.sum() - squares.numel()) / (2 * squares.numel()) ** 0.5) < 8
 

@@ -1,8 +1,7 @@
-"""The contract of quantizing and rounding to the last bit, for every format, layout and way to
-round.
+"""Bit-exact contract of quantization and rounding, for every format, layout and rounding mode.
 
-What is expected comes from two sides: the plain torch reference is held against a search for the
-neighbours in the list of all values of a format, and the native kernels against the reference.
+The torch reference is compared with a search for the neighbours in the list of all values of a
+format, and the native kernels are compared with the reference.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ SEED = torch.tensor([-7262512093])
 
 @st.composite
 def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype], finite: bool = False) -> Tensor:
-    """Draws tensors of 0 to 4 dimensions with zeros, denormals, huge values and, unless `finite`,
-    NaN and Inf, laid out in any way.
+    """Draw tensors of 0 to 4 dimensions and any strides with zeros, denormals, huge values and,
+    unless `finite`, NaN and Inf.
     """
     shape = draw(st.lists(st.integers(0, 6), max_size=4))
     dtype = draw(st.sampled_from(dtypes))
     x = draw(vectors(int(np.prod(shape)), dtype, finite)).view(shape)
     x = x.permute(draw(st.permutations(range(x.dim()))))
     for dim in range(x.dim()):
-        how = draw(
+        layout = draw(
             st.sampled_from(["whole", "whole", "whole", "part", "every second", "one for all"])
         )
-        if how == "part" and x.shape[dim]:
+        if layout == "part" and x.shape[dim]:
             x = x.narrow(dim, 1, x.shape[dim] - 1)
-        elif how == "every second":
+        elif layout == "every second":
             x = x[(slice(None),) * dim + (slice(None, None, 2),)]
-        elif how == "one for all" and x.shape[dim]:
+        elif layout == "one for all" and x.shape[dim]:
             x = x.narrow(dim, 0, 1).expand(*x.shape[:dim], 3, *x.shape[dim + 1 :])
     return x
 
@@ -52,13 +51,11 @@ def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype], finite: bool = False
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-# The reference means what it says.
+# The reference against the list of values.
 
 
 def neighbours(u: np.ndarray, row: Precision) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the values of the format below (or at) and above (or at) each of `u`, which lies
-    within its range.
-    """
+    """Return the nearest values of the format `<= u` and `>= u`, for `u` within its range."""
     grid = grid_of(row)
     return grid[np.searchsorted(grid, u, side="right") - 1], grid[
         np.searchsorted(grid, u, side="left")
@@ -85,13 +82,13 @@ def test_reference_rounds_to_a_neighbour(row: Precision, data: st.DataObject) ->
         if rounding == "floor":
             assert (q == below).all()
         elif rounding == "nearest":
-            # Where both are as near the even one is taken, whose last mantissa bit is 0.
+            # Ties go to the even neighbour, whose last mantissa bit is 0.
             assert (np.abs(q - u) <= np.minimum(u - below, above - u)).all()
             if row.kind == "integer":
                 assert (q == np.rint(u)).all()
         else:
-            # FP32 rounds the fraction of small negative values, so r within 2**-24 of it may go
-            # either way.
+            # FP32 rounds the fraction of small negative values, so both neighbours are valid for r
+            # within 2**-24 of it.
             certain = np.abs(r - fraction) > 2.0**-24
             assert (np.where(r < fraction, above, below) == q)[certain].all()
 
@@ -113,17 +110,17 @@ def test_ties_go_to_the_even_neighbour(fmt: str) -> None:
 
 def test_random_numbers_equal_the_kernels_in_any_layout() -> None:
     x = torch.empty(3, 5, 4, 2).to(memory_format=torch.channels_last)
-    found = reference.uniform(x, SEED, 9)
-    assert found.stride() == x.stride()
+    numbers = reference.uniform(x, SEED, 9)
+    assert numbers.stride() == x.stride()
     expected = torch.from_numpy(uniform(x.numel(), SEED.item() % 2**64, 9))
-    assert torch.equal(found.permute(0, 2, 3, 1).reshape(-1), expected)
-    assert torch.equal(reference.uniform(x, SEED[0], 9), found)
-    assert not torch.equal(reference.uniform(x, SEED, 10), found)
-    assert not torch.equal(reference.uniform(x, SEED + 1, 9), found)
-    assert not torch.equal(reference.uniform(x, SEED + 2**32, 9), found)
+    assert torch.equal(numbers.permute(0, 2, 3, 1).reshape(-1), expected)
+    assert torch.equal(reference.uniform(x, SEED[0], 9), numbers)
+    assert not torch.equal(reference.uniform(x, SEED, 10), numbers)
+    assert not torch.equal(reference.uniform(x, SEED + 1, 9), numbers)
+    assert not torch.equal(reference.uniform(x, SEED + 2**32, 9), numbers)
 
 
-# The kernels do what the reference does.
+# The kernels against the reference.
 
 
 @pytest.mark.parametrize("row", [*(FORMATS[fmt] for fmt in SCALED), INT4], ids=str)
@@ -135,10 +132,10 @@ def test_native_quantization_has_the_bits_of_the_reference(
     keep = data.draw(st.lists(st.integers(-x.dim(), x.dim() - 1), max_size=3)) if x.dim() else []
     seed, stream = torch.tensor([data.draw(SEEDS)]), data.draw(st.integers(0, 2**32 - 1))
     rounding = data.draw(st.sampled_from(ROUNDINGS))
-    found = native.quantize(x, seed, stream, row, rounding, keep)
+    results = native.quantize(x, seed, stream, row, rounding, keep)
     expected = reference.quantize(x, seed, stream, row, rounding, keep)
-    for one, other in zip(found, expected, strict=True):
-        assert_same(one, other)
+    for actual, wanted in zip(results, expected, strict=True):
+        assert_same(actual, wanted)
 
 
 @pytest.mark.parametrize("fmt", GRIDDED)

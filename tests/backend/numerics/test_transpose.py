@@ -1,6 +1,4 @@
-"""Matrices that the native module turns are torch's transposes, bit for bit, whatever their values
-are and wherever they lie.
-"""
+"""Transposes of the native module are bit-equal to torch's, for any values and addresses."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ SIZE = st.one_of(st.integers(0, 20), st.sampled_from([31, 32, 33, 63, 64, 65, 13
 
 
 def turned(source: Tensor, threads: int) -> Tensor:
-    """Returns `[C, N, M]` of `[C, M, N]`; what stands around it must stay as it is."""
+    """Return `[C, N, M]` of `[C, M, N]`, and check that the memory around it is unchanged."""
     count, rows, columns = source.shape
     memory = torch.full((source.numel() + 6,), 77, dtype=source.dtype)
     _C.turn(
@@ -42,9 +40,7 @@ def turned(source: Tensor, threads: int) -> Tensor:
 def test_bits_equal_the_transpose(
     count: int, rows: int, columns: int, dtype: torch.dtype, first: int, threads: int
 ) -> None:
-    """Whole blocks and parts of them; integers of as many bytes stand for all bits that floats
-    have.
-    """
+    """Full and partial blocks; integers represent all bit patterns of floats of the same size."""
     limits = torch.iinfo(dtype)
     every = torch.randint(
         limits.min, limits.max + 1, (first + count * rows * columns,), dtype=dtype

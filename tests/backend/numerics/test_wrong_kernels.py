@@ -1,8 +1,8 @@
-"""Kernels that give wrong results on a processor are found out before they are used, told, and
-replaced by those of the next path.
+"""Kernels with wrong results on a processor: detection before use, warning, and fallback to the
+next path.
 
-One bit of one kernel's result is made wrong (`_C.corrupt`), in a process of its own where the path
-is yet to be chosen.
+`_C.corrupt` changes one bit of one kernel's result. Fallback is tested in a subprocess, in which no
+path is selected yet.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ print(doctor_report.quantizer_text())
 
 
 def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    given = {
+    variables = {
         name: value for name, value in os.environ.items() if name != "QSYNC_CPU_ISA"
     } | environment
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
-        env=given,
+        env=variables,
         timeout=300,
         check=False,
     )
@@ -67,9 +67,9 @@ def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedP
 def test_wrong_bit_of_any_kernel_is_detected(isa: str) -> None:
     assert _C.agrees(isa)
     try:
-        for name, which in KERNELS:
-            _C.corrupt(isa, name, which)
-            assert not _C.agrees(isa), f"{name} {which}"
+        for name, index in KERNELS:
+            _C.corrupt(isa, name, index)
+            assert not _C.agrees(isa), f"{name} {index}"
     finally:
         _C.restore()
     assert _C.agrees(isa)
@@ -108,11 +108,11 @@ def test_correct_variant_is_not_refused() -> None:
 
 
 def test_absent_kernel_is_none() -> None:
-    for isa, name, which in (
+    for isa, name, index in (
         ("quantum", "keep", 0),
         (PATHS[0], "kept", 0),
         (PATHS[0], "keep", 1),
         (PATHS[0], "keep", -1),
     ):
         with pytest.raises(ValueError, match=r"is not one of|there is no kernel"):
-            _C.corrupt(isa, name, which)
+            _C.corrupt(isa, name, index)

@@ -1,5 +1,5 @@
-"""Attention as products in place of torch's fused kernel: where, with which numbers, and predicted
-to keep what it keeps.
+"""Attention as separate products instead of torch's fused kernel: conditions, values, and predicted
+saved tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADS, TOKENS, WIDTH = 2, 32, 16
 
 @pytest.fixture(autouse=True)
 def unit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A CPU that computes BF16, whichever is at hand."""
+    """Assume that the CPU computes BF16."""
     monkeypatch.setattr(saved_tensors, "default_precision", lambda device: precision("bf16"))
     torch._dynamo.reset()
     yield
@@ -46,8 +46,8 @@ class Attending(nn.Module):
         query, key, value = (
             part.view(shape).transpose(1, 2) for part in self.parts(x).chunk(3, -1)
         )
-        found: Tensor = self.out(attend(query, key, value, **self.how).transpose(1, 2).flatten(2))
-        return found
+        result: Tensor = self.out(attend(query, key, value, **self.how).transpose(1, 2).flatten(2))
+        return result
 
 
 def rows(tokens: int = TOKENS) -> Tensor:
@@ -55,15 +55,15 @@ def rows(tokens: int = TOKENS) -> Tensor:
 
 
 def by_products(model: nn.Module, x: Tensor, dynamic: bool = False, **options: Any) -> bool:
-    """Whether attention is products, which its reason says, too."""
+    """Return whether attention runs as separate products according to its reason."""
     torch._dynamo.reset()
     if dynamic:
         torch._dynamo.mark_dynamic(x, 1)
     explained = qsync_fx.explain(model.train(), x, options={"precision": "bf16", **options})
-    (said,) = [
+    (reason,) = [
         op.reason for op in explained.operators if op.id.operator == "scaled_dot_product_attention"
     ]
-    return "computed as separate products" in said
+    return "computed as separate products" in reason
 
 
 def test_it_is_products_in_bf16_where_it_trains() -> None:
@@ -75,8 +75,8 @@ def test_it_is_products_in_bf16_where_it_trains() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_attention_runs_quantized_products(batch: int) -> None:
-    """Inductor knows attention by its products where a batch is one sequence, and would call the
-    fused kernel for them again.
+    """In a batch of one sequence Inductor recognizes the products and would restore the fused
+    kernel.
     """
     run = torch.compile(Attending().train(), backend="qsync", options={"precision": "bf16"})
     x = rows()[:batch]
@@ -122,32 +122,36 @@ def test_products_are_attention(scale: float | None) -> None:
     torch.manual_seed(0)
     exact = [torch.randn(3, HEADS, TOKENS, WIDTH, requires_grad=True) for _ in range(3)]
     narrow = [t.detach().bfloat16().requires_grad_() for t in exact]
-    expected, found = attend(*exact, scale=scale), torch.ops.qsync.attention(*narrow, scale)
-    assert found.dtype is torch.bfloat16
+    expected, actual = attend(*exact, scale=scale), torch.ops.qsync.attention(*narrow, scale)
+    assert actual.dtype is torch.bfloat16
     back = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, exact, back)
-    gradients = torch.autograd.grad(found, narrow, back.bfloat16())
-    for one, other in zip((expected, *wanted), (found, *gradients), strict=True):
-        assert float((one - other.float()).norm().detach() / one.norm().detach()) < 0.01
+    expected_gradients = torch.autograd.grad(expected, exact, back)
+    gradients = torch.autograd.grad(actual, narrow, back.bfloat16())
+    for reference, result in zip(
+        (expected, *expected_gradients), (actual, *gradients), strict=True
+    ):
+        assert (
+            float((reference - result.float()).norm().detach() / reference.norm().detach()) < 0.01
+        )
 
 
 def test_a_step_by_inductor_is_that_of_the_model() -> None:
     torch.manual_seed(0)
     model, x = Attending(), rows()
     model(x).square().mean().backward()
-    wanted = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     torch.compile(model, backend="qsync", options={"precision": "bf16"})(
         x
     ).square().mean().backward()
-    for parameter, expected in zip(model.parameters(), wanted, strict=True):
+    for parameter, expected in zip(model.parameters(), gradients, strict=True):
         assert parameter.grad is not None and expected is not None
         assert float((parameter.grad - expected).norm() / expected.norm()) < 0.02
 
 
 def test_saved_tensors_equal_the_prediction() -> None:
-    """In BF16 it keeps the weights, in FP32 torch's kernel keeps its result; with
-    activation_recompute that is so in both.
+    """BF16 products save the attention weights, the fused kernel of FP32 saves its result;
+    activation_recompute uses the fused kernel in both.
     """
     weights = 3 * HEADS * TOKENS * TOKENS * 2
     for options, products in ({}, True), ({"activation_recompute": True}, False):
@@ -155,8 +159,8 @@ def test_saved_tensors_equal_the_prediction() -> None:
         graph = build_model_graph(
             qsync_fx.explain(Attending().train(), rows(), options=options), ("fp32", "bf16")
         )
-        (operator,) = [one for one in graph.operators if "attention" in one.row]
-        kept = {state[0]: set(cost.saved.values()) for state, cost in operator.costs.items()}
+        (operator,) = [op for op in graph.operators if "attention" in op.row]
+        saved = {state[0]: set(cost.saved.values()) for state, cost in operator.costs.items()}
         fused = {state[0]: is_fused(graph, operator, state) for state in operator.costs}
         assert fused == {"fp32": True, "bf16": not products}
-        assert (weights in kept["bf16"]) is products and weights * 2 not in kept["fp32"]
+        assert (weights in saved["bf16"]) is products and weights * 2 not in saved["fp32"]

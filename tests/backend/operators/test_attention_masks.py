@@ -1,5 +1,5 @@
-"""Masks that are the same for all keys are written anew where kernels read them along the keys;
-here the CPU passes for such a device.
+"""Attention masks that broadcast along the keys are copied for kernels that read along the keys;
+the tests treat the CPU as such a device.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def masks() -> dict[str, Tensor]:
 def strides(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor
 ) -> tuple[list[tuple[int, ...]], Tensor]:
-    """Returns how the masks of attention lie, and the result."""
-    found: list[tuple[int, ...]] = []
+    """Return the strides of the attention masks, and the result."""
+    mask_strides: list[tuple[int, ...]] = []
     lay_out = attention.lay_out_masks
 
     def noting(graph: PrecisionGraph) -> None:
@@ -52,14 +52,14 @@ def strides(
             if node.target is FUSED:
                 mask: Any = node.args[3] if len(node.args) > 3 else node.kwargs["attn_mask"]
                 assert isinstance(mask, fx.Node)
-                found.append(graph.value(mask).stride())
+                mask_strides.append(graph.value(mask).stride())
 
     monkeypatch.setattr("qsync_fx.backend.compile.lay_out_masks", noting)
     torch._dynamo.reset()
-    made = torch.compile(
+    result = torch.compile(
         model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"}
     )(x)
-    return found, made
+    return mask_strides, result
 
 
 @pytest.mark.parametrize("name", list(masks()))
@@ -68,8 +68,8 @@ def test_only_keys_are_made_contiguous(name: str, monkeypatch: pytest.MonkeyPatc
     model, x = Masked(masks()[name]), torch.randn(3, TOKENS, 32)
     ((before,), expected) = strides(monkeypatch, model, x)
     monkeypatch.setattr(attention, "_read_so", lambda device: True)
-    ((after,), found) = strides(monkeypatch, model, x)
+    ((after,), actual) = strides(monkeypatch, model, x)
     assert after[-1] == 1
     assert all(stride == 0 for stride, was in zip(after[:-2], before[:-2], strict=True) if was == 0)
     assert (before == after) == (name == "as it should lie")
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)

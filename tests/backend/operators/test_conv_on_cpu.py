@@ -1,5 +1,5 @@
-"""INT8 convolutions on the CPU: each of the three products by the native module gives the bits of
-torch's own operators.
+"""INT8 convolutions on the CPU: the three products of the native module are bit-equal to torch's
+operators.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SIDE = st.integers(1, 12)
 
 
 def images(shape: tuple[int, ...], last: bool) -> Tensor:
-    made = torch.randint(-128, 128, shape, dtype=torch.int8)
-    return made.contiguous(memory_format=torch.channels_last) if last else made
+    result = torch.randint(-128, 128, shape, dtype=torch.int8)
+    return result.contiguous(memory_format=torch.channels_last) if last else result
 
 
 @settings(max_examples=120)
@@ -59,19 +59,19 @@ def test_bits_equal_the_reference(
         images((k, c, r, s), last),
         images((n, k, problem.p, problem.q), last),
     )
-    how = list(stride), list(padding), list(dilation)
-    one, each = (torch.rand(()), torch.rand(())), torch.rand(1, k, 1, 1)
-    asked: list[tuple[ConvOperation, Tensor, Tensor, tuple[Tensor | None, ...], list[int]]] = [
-        ("fprop", x, weight, (one[0], each, torch.randn(k) * 99), [r, s]),
-        ("dgrad", y, weight, (*one, None), [h, w]),
-        ("wgrad", y, x, (*one, None), [r, s]),
+    geometry = list(stride), list(padding), list(dilation)
+    scalars, each = (torch.rand(()), torch.rand(())), torch.rand(1, k, 1, 1)
+    cases: list[tuple[ConvOperation, Tensor, Tensor, tuple[Tensor | None, ...], list[int]]] = [
+        ("fprop", x, weight, (scalars[0], each, torch.randn(k) * 99), [r, s]),
+        ("dgrad", y, weight, (*scalars, None), [h, w]),
+        ("wgrad", y, x, (*scalars, None), [r, s]),
     ]
-    for operation, a, b, scales, size in asked:
-        product = ConvProduct(a, b, *scales, size, *how, operation, out)  # type: ignore[arg-type]
+    for operation, a, b, scales, size in cases:
+        product = ConvProduct(a, b, *scales, size, *geometry, operation, out)  # type: ignore[arg-type]
         assert cpu_kernels.multiplies_conv(product) == (operation != "dgrad" or stride == (1, 1))
-        found, want = conv2d_product(*product), reference_result.conv2d_product(product)
-        assert found.dtype == out and torch.equal(found, want)
-        assert found.is_contiguous(memory_format=torch.channels_last)
+        actual, expected = conv2d_product(*product), reference_result.conv2d_product(product)
+        assert actual.dtype == out and torch.equal(actual, expected)
+        assert actual.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_layers_use_it_where_it_is_faster(
 ) -> None:
     x = leaf(torch.randn(2, 64, 7, 6).to(memory_format=torch.channels_last))
     weight, bias = leaf(torch.randn(64, 64 // geometry.groups, 3, 3)), leaf(torch.randn(64))
-    layer, found = Layer(fmt, geometry, out_dtype=torch.float32), []
+    layer, results = Layer(fmt, geometry, out_dtype=torch.float32), []
     for unit in (True, False):
         monkeypatch.setattr(dispatch, "native_integer_products", lambda unit=unit: unit)
         with recorded() as calls:
@@ -96,10 +96,10 @@ def test_layers_use_it_where_it_is_faster(
             gradients = torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y))
         assert calls.count("qsync::conv2d_product") == (products if unit else 0)
         assert y.is_contiguous(memory_format=torch.channels_last)
-        found.append((y, *gradients))
-    for one, other in zip(*found, strict=True):
+        results.append((y, *gradients))
+    for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(
-            one, other, rtol=2**-6, atol=2**-6 * float(other.detach().abs().max())
+            actual, expected, rtol=2**-6, atol=2**-6 * float(expected.detach().abs().max())
         )
 
 
@@ -107,8 +107,8 @@ def test_layers_use_it_where_it_is_faster(
 def test_compiled_models_use_the_kernel_for_any_memory_format(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Inductor puts channels last where a graph convolves; what leaves the graph lies as the
-    model's own.
+    """Inductor computes convolutions channels-last; outputs and gradients have the strides of the
+    model.
     """
     monkeypatch.setattr(dispatch, "native_integer_products", lambda: True)
     torch.manual_seed(0)
@@ -119,26 +119,26 @@ def test_compiled_models_use_the_kernel_for_any_memory_format(
     compiled = torch.compile(model, backend="qsync", options={"precision": "int8_grad"})
     compiled(leaf(x)).sum().backward()
     model.zero_grad()
-    given = leaf(x)
+    compiled_input = leaf(x)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        y = compiled(given)
+        y = compiled(compiled_input)
         y.square().sum().backward()
     counts = {event.key: event.count for event in profiler.key_averages()}
     assert counts["qsync::conv2d_product"] == 6
     assert y.is_contiguous() and not y.is_contiguous(memory_format=torch.channels_last)
-    found = [y, given.grad, *(p.grad for p in model.parameters())]
+    results = [y, compiled_input.grad, *(p.grad for p in model.parameters())]
     model.zero_grad()
     plain = leaf(x)
     z = model(plain)
     z.square().sum().backward()
-    for one, other in zip(
-        found, [z, plain.grad, *(p.grad for p in model.parameters())], strict=True
+    for actual, expected in zip(
+        results, [z, plain.grad, *(p.grad for p in model.parameters())], strict=True
     ):
-        assert one is not None and other is not None
-        assert one.stride() == other.stride()
-        # The bias in front of a norm has no gradient but noise.
-        if float(other.detach().abs().max()) > 1e-2:
-            assert float((one - other).norm() / other.norm()) < 0.1
+        assert actual is not None and expected is not None
+        assert actual.stride() == expected.stride()
+        # The gradient of a bias before a norm is only noise.
+        if float(expected.detach().abs().max()) > 1e-2:
+            assert float((actual - expected).norm() / expected.norm()) < 0.1
 
 
 @pytest.mark.parametrize("isa", _C.available_isas())
@@ -153,21 +153,21 @@ def test_images_may_be_unaligned(isa: str, places: int, monkeypatch: pytest.Monk
         )
 
     native = _C.conv
-    monkeypatch.setattr(_C, "conv", lambda *given, **named: native(*given, **named | {"isa": isa}))
-    x, weight, y, how = (
+    monkeypatch.setattr(_C, "conv", lambda *args, **named: native(*args, **named | {"isa": isa}))
+    x, weight, y, geometry = (
         moved(3, 13, 7, 6),
         moved(9, 13, 3, 2),
         moved(3, 9, 7, 7),
         ([1, 1], [1, 1], [1, 1]),
     )
-    asked: list[tuple[ConvOperation, Tensor, Tensor, list[int]]] = [
+    cases: list[tuple[ConvOperation, Tensor, Tensor, list[int]]] = [
         ("fprop", x, weight, [3, 2]),
         ("dgrad", y, weight, [7, 6]),
         ("wgrad", y, x, [3, 2]),
     ]
-    for operation, a, b, size in asked:
+    for operation, a, b, size in cases:
         for out in (torch.float32, torch.bfloat16):
-            rest = (torch.rand(()), torch.rand(()), None, size, *how, operation, out)
+            rest = (torch.rand(()), torch.rand(()), None, size, *geometry, operation, out)
             assert torch.equal(
                 conv2d_product(a, b, *rest),
                 reference_result.conv2d_product(ConvProduct(a, b, *rest)),
@@ -178,16 +178,16 @@ def test_images_may_be_unaligned(isa: str, places: int, monkeypatch: pytest.Monk
 def test_result_does_not_depend_on_blocks_and_threads(
     isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums in parts: over 6,000 windows, and over 4,500 taps."""
-    how = [1, 1], [1, 1], [1, 1]
-    asked: list[tuple[ConvOperation, Tensor, Tensor]] = [
+    """Partial sums: over 6,000 windows, and over 4,500 taps."""
+    geometry = [1, 1], [1, 1], [1, 1]
+    cases: list[tuple[ConvOperation, Tensor, Tensor]] = [
         ("wgrad", images((6, 20, 32, 32), True), images((6, 24, 32, 32), True)),
         ("fprop", images((1, 500, 7, 9), True), images((40, 500, 3, 3), True)),
     ]
     native = _C.conv
-    for operation, a, b in asked:
-        want = reference_result.conv2d_product(
-            ConvProduct(a, b, None, None, None, [3, 3], *how, operation)
+    for operation, a, b in cases:
+        expected = reference_result.conv2d_product(
+            ConvProduct(a, b, None, None, None, [3, 3], *geometry, operation)
         )
         for threads in (1, 3):
 
@@ -195,5 +195,5 @@ def test_result_does_not_depend_on_blocks_and_threads(
                 native(*given, **named | {"threads": threads_to_use, "isa": isa})
 
             monkeypatch.setattr(_C, "conv", chosen)
-            found = conv2d_product(a, b, None, None, None, [3, 3], *how, operation)
-            assert torch.equal(found, want)
+            actual = conv2d_product(a, b, None, None, None, [3, 3], *geometry, operation)
+            assert torch.equal(actual, expected)

@@ -1,8 +1,7 @@
-"""Layers that go through `qsync::gemm` and `qsync::conv2d_product`, where a device has kernels.
+"""Layers that use `qsync::gemm` and `qsync::conv2d_product` on a device with kernels.
 
-There is no GPU here. The operators' CPU implementation is plain torch and says what kernels
-compute, so layers that are told that the CPU
-has kernels run for real: same decisions, same graph, same operators, same gradients.
+The tests need no GPU. The CPU implementation of the operators computes the same in plain torch, so
+layers that assume kernels on the CPU run the same decisions, graphs, operators and gradients.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from tests.support.computing.products_in_fp64 import SEED
 
 
 def everything(arch: Arch, problems: list[Problem]) -> TuningTable:
-    """Returns a table that has kernels win every problem that there are any for."""
+    """Return a table in which kernels win every problem that they support."""
     choices = {}
     for problem in problems:
-        found = way(problem, arch)
-        if not isinstance(found, str):
-            name = found.configs[0].name
+        path = way(problem, arch)
+        if not isinstance(path, str):
+            name = path.configs[0].name
             choices[problem.bucket()] = TunedChoice(
                 problem.bucket(), name, {"torch": 2.0, name: 1.0}
             )
@@ -66,8 +65,8 @@ def asked_by(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> li
 @pytest.mark.parametrize("fmt", ["int8", "int8_grad", "fp8", "tf32"])
 @pytest.mark.parametrize("channel", [False, True])
 def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
-    """Output and gradients of a layer whose products are kernels are within the bounds of one whose
-    products are torch's.
+    """Output and gradients of a layer with kernels are within the error bounds for torch's
+    products.
     """
     x, weight, bias = leaf(torch.randn(4, 8, 64)), leaf(torch.randn(48, 64)), leaf(torch.randn(48))
     layer = Layer(fmt, channel=channel)
@@ -77,12 +76,11 @@ def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
     )
     with kernels_on_the_cpu(arch, problems) as calls:
         assert_right(layer, x, weight, bias)
-    # FP8 has units from sm_89 on. Gradients with a scale of their own are wanted by columns as
-    # well.
+    # FP8 requires sm_89. Gradients with a scale of their own are also quantized transposed.
     units = not (fmt == "fp8" and arch == "sm_80")
     assert calls.count("qsync::gemm") == (3 if units else 0)
-    turned = FORMATS[fmt].gradient.scaled and units and not channel
-    assert calls.count("qsync::quantize_transposed") == turned
+    transposed = FORMATS[fmt].gradient.scaled and units and not channel
+    assert calls.count("qsync::quantize_transposed") == transposed
     assert "aten::_int_mm" not in calls
 
 
@@ -104,7 +102,7 @@ def test_a_convolution_by_kernels(fmt: str, geometry: Geometry) -> None:
         "wgrad",
     ]
     served = [p for p in problems if not isinstance(way(p, "sm_80"), str)]
-    # There are no convolutions of INT8 for gradients.
+    # No INT8 convolution kernel computes gradients.
     assert len(served) == 1 if fmt == "int8_grad" else len(served) > 1
     with kernels_on_the_cpu("sm_80", problems) as calls:
         assert_right(layer, x, weight, bias)
@@ -148,16 +146,18 @@ def test_device_without_kernels_is_unchanged() -> None:
     with recorded() as calls:
         y = Layer("int8")(x, weight)
         before = y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
-    with assumed("sm_90a"), recorded() as other_calls:  # of CUDA devices
+    with assumed("sm_90a"), recorded() as other_calls:  # for CUDA devices
         y = Layer("int8")(x, weight)
         after = y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
     assert calls == other_calls
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(
+        torch.equal(expected, actual) for expected, actual in zip(before, after, strict=True)
+    )
 
 
 def test_int8_that_does_not_pay_is_carried_by_bf16() -> None:
-    """Where INT8 was measured to be slower, torch multiplies in BF16; where nothing was tuned, a
-    kernel multiplies what is quantized.
+    """If INT8 was measured to be slower, torch multiplies in BF16; without tuning, a kernel
+    multiplies the quantized operands.
     """
     x, weight = leaf(torch.randn(32, 64)), leaf(torch.randn(16, 64))
     table = everything("sm_80", asked_by(Layer("int8"), x, weight, None))
@@ -171,10 +171,7 @@ def test_int8_that_does_not_pay_is_carried_by_bf16() -> None:
         assert "aten::_int_mm" not in calls and calls.count("qsync::gemm") == kernels
 
 
-# The same decisions for tensors on a device that is not here.
-
-
-# The same decisions for tensors on a device that is not here.
+# Decisions for fake tensors on CUDA.
 
 
 @pytest.mark.parametrize("size", [4096, 64])
@@ -219,10 +216,7 @@ def test_symbolic_sizes_use_the_example_without_guards() -> None:
     assert "qsync::gemm" in calls and isinstance(y.shape[0], torch.SymInt) and not env.guards
 
 
-# Whole models.
-
-
-# Whole models.
+# Models.
 
 
 def model() -> torch.nn.Module:
@@ -277,7 +271,7 @@ def test_explain_names_the_kernel() -> None:
 def test_int8_gradients_of_large_layers_are_kernels_untuned(
     arch: Arch, rows: int, inner: int, channels: int
 ) -> None:
-    """The copies that they take are those that torch's integer product would take as well."""
+    """torch's integer product requires the same copies of operands."""
 
     def config(
         m: int, n: int, k: int, out: str, b_major: Literal["row", "column"]
@@ -292,8 +286,8 @@ def test_int8_gradients_of_large_layers_are_kernels_untuned(
 
 
 def test_explain_names_the_kernel_of_int8_gradients() -> None:
-    """All three products of a linear layer are kernels; a convolution's gradients are torch's, and
-    why is said.
+    """All three products of a linear layer use kernels; torch computes the gradients of a
+    convolution, with a reason.
     """
     linears = explain(model(), torch.randn(32, 64), options={"precision": "int8_grad"})
     problems = problems_of(linears.lowered_graphs)
@@ -331,12 +325,12 @@ def test_explain_names_the_kernel_of_int8_gradients() -> None:
 def test_a_model_trains_through_the_operators(
     inner_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiled graph calls `qsync::gemm` for every product, saves one byte a value, and
-    computes what it does without.
+    """The compiled graph calls `qsync::gemm` for every product, saves one byte per value, and
+    computes the same as without kernels.
     """
     from qsync_fx.backend.cuda.kernel_build import kernel_registry
 
-    # What would be compiled for a GPU is not what computes here.
+    # Do not compile GPU kernels, which the CPU cannot run.
     monkeypatch.setattr(kernel_registry, "prepare", lambda units: [])
     x = torch.randn(8, 64)
     options = {
@@ -349,7 +343,7 @@ def test_a_model_trains_through_the_operators(
     saved: list[Tensor] = []
 
     def train() -> tuple[list[Tensor], int]:
-        """Returns output and gradients, and how often the operator ran in a second step."""
+        """Return output and gradients, and the number of operator calls in a second step."""
         torch.compiler.reset()
         net = model()
         compiled = torch.compile(net, backend="qsync", options=options)
@@ -358,10 +352,10 @@ def test_a_model_trains_through_the_operators(
         ):
             y = compiled(x)
         y.float().square().mean().backward()
-        found = [y.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        results = [y.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             compiled(x).float().square().mean().backward()
-        return found, sum(event.name == "qsync::gemm" for event in profile.events())
+        return results, sum(event.name == "qsync::gemm" for event in profile.events())
 
     before, calls = train()
     assert calls == (2 if native_integer_products() else 0), (
@@ -372,17 +366,17 @@ def test_a_model_trains_through_the_operators(
         after, calls = train()
     assert calls == 5
     torch.compiler.reset()
-    # What "aot_eager" keeps is not chosen by bytes: of the second weight it keeps what the backward
-    # pass converts it to.
+    # The partitioner of "aot_eager" does not minimize bytes: it saves the second weight as
+    # converted for the backward pass.
     assert sum(t.dtype == torch.int8 for t in saved) == (3 if inner_backend == "inductor" else 2)
-    for one, other in zip(before, after, strict=True):
+    for expected, actual in zip(before, after, strict=True):
         assert torch.allclose(
-            one.float(), other.float(), rtol=0.02, atol=0.02 * one.abs().max().item()
+            expected.float(), actual.float(), rtol=0.02, atol=0.02 * expected.abs().max().item()
         )
 
 
 def test_candidates_exist_for_the_tested_problems() -> None:
-    """Should the lists of candidates change, the tests above must still be about kernels."""
+    """The tests above depend on candidates for their problems."""
     bf16 = GemmProblem(32, 64, 48, "bf16", "bf16", "fp32", "column", "row")
     assert candidates(bf16, "sm_80") and candidates(replace(bf16, a="tf32", b="tf32"), "sm_90a")
 

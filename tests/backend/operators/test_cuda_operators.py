@@ -1,7 +1,6 @@
-"""`qsync::gemm` and `qsync::conv2d_product`: what they compute, and what they refuse.
+"""`qsync::gemm` and `qsync::conv2d_product`: results and rejected arguments.
 
-There is no GPU here: the operators' CPU implementation is plain torch, and says what kernels
-compute.
+The tests need no GPU: the CPU implementation in plain torch defines the results of the kernels.
 """
 
 from __future__ import annotations
@@ -71,12 +70,12 @@ def test_gemm_equals_fp64(
     b = b.t() if turned else b
     a_scale, b_scale = scale(a_kind, (m, 1)), scale(b_kind, (1, n))
     bias = torch.randn(n) if biased else None
-    found = gemm(a, b, a_scale, b_scale, bias, out_dtype=out)
+    result = gemm(a, b, a_scale, b_scale, bias, out_dtype=out)
     first, second = (
         t.double() * (1.0 if s is None else s.double()) for t, s in ((a, a_scale), (b, b_scale))
     )
-    Product.of(torch.matmul, first, second, bias).assert_met(found, None)
-    assert found.dtype == out and found.is_contiguous()
+    Product.of(torch.matmul, first, second, bias).assert_met(result, None)
+    assert result.dtype == out and result.is_contiguous()
 
 
 def test_int8_sums_are_exact_at_any_length() -> None:
@@ -134,14 +133,14 @@ CHECKS = (
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
 def test_gemm_passes_torchs_checks(dtype: torch.dtype) -> None:
     a, b = values((5, 16), dtype), values((7, 16), dtype).t()
-    how = torch.rand(5, 1), torch.rand(()), torch.rand(7), torch.bfloat16, False
-    # torch compares arguments before and after with operators that FP8 does not have.
+    rest = torch.rand(5, 1), torch.rand(()), torch.rand(7), torch.bfloat16, False
+    # The schema check compares arguments with operators that torch does not have for FP8.
     checks = [
         check
         for check in CHECKS
         if dtype.itemsize > 1 or dtype == torch.int8 or check != "test_schema"
     ]
-    torch.library.opcheck(torch.ops.qsync.gemm.default, (a, b, *how), test_utils=checks)
+    torch.library.opcheck(torch.ops.qsync.gemm.default, (a, b, *rest), test_utils=checks)
 
 
 @pytest.mark.parametrize("operation", ["fprop", "dgrad", "wgrad"])
@@ -150,10 +149,10 @@ def test_conv_passes_torchs_checks(operation: str) -> None:
     shapes = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[operation]
     a, b = (values(shape, torch.bfloat16) for shape in shapes)
     size = [9, 8] if operation == "dgrad" else [3, 2]
-    how = size, [2, 1], [1, 1], [1, 1], operation, torch.float32, False
+    rest = size, [2, 1], [1, 1], [1, 1], operation, torch.float32, False
     torch.library.opcheck(
         torch.ops.qsync.conv2d_product.default,
-        (a, b, torch.rand(()), None, None, *how),
+        (a, b, torch.rand(()), None, None, *rest),
         test_utils=CHECKS,
     )
 
@@ -178,17 +177,17 @@ def test_convolutions_equal_fp64(
     types: tuple[torch.dtype, torch.dtype],
     last: bool,
 ) -> None:
-    """The three products against autograd's in FP64, from the same operands."""
+    """The three products against autograd in FP64, with the same operands."""
     n, c, k, h, w, r, s = sizes
     problem = ConvProblem(
         "fprop", n, h, w, c, k, r, s, padding, stride, dilation, "fp32", "fp32", "fp32"
     )
     assume(problem.p > 0 and problem.q > 0)
-    how = list(stride), list(padding), list(dilation)
+    geometry = list(stride), list(padding), list(dilation)
 
     def operand(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        made = values(shape, dtype)
-        return made.contiguous(memory_format=torch.channels_last) if last else made
+        tensor = values(shape, dtype)
+        return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
 
     x, weight, g = (
         operand((n, c, h, w), types[1]),
@@ -198,23 +197,23 @@ def test_convolutions_equal_fp64(
     a_scale, bias = torch.rand(()), torch.randn(k)
 
     def convolve(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.nn.functional.conv2d(x, weight, None, *how)
+        return torch.nn.functional.conv2d(x, weight, None, *geometry)
 
     def backward(g: Tensor, x: Tensor, weight: Tensor, at: int) -> Tensor:
         leaves = leaf(x), leaf(weight)
         return torch.autograd.grad(convolve(*leaves), leaves, g)[at]
 
-    one = torch.empty(1, dtype=torch.float64)
-    like_x, like_w = one.expand(x.shape).contiguous(), one.expand(weight.shape).contiguous()
-    found = conv2d_product(x, weight, a_scale, None, bias, [r, s], *how, "fprop")
+    element = torch.empty(1, dtype=torch.float64)
+    like_x, like_w = element.expand(x.shape).contiguous(), element.expand(weight.shape).contiguous()
+    result = conv2d_product(x, weight, a_scale, None, bias, [r, s], *geometry, "fprop")
     Product.of(
         convolve, x.double() * a_scale.double(), weight.double(), bias.view(-1, 1, 1)
-    ).assert_met(found, None)
-    found = conv2d_product(g, weight, None, a_scale, None, [h, w], *how, "dgrad")
+    ).assert_met(result, None)
+    result = conv2d_product(g, weight, None, a_scale, None, [h, w], *geometry, "dgrad")
     Product.of(
         lambda g, w: backward(g, like_x, w, 0), g.double(), weight.double() * a_scale.double()
-    ).assert_met(found, None)
-    found = conv2d_product(g, x, None, None, None, [r, s], *how, "wgrad")
+    ).assert_met(result, None)
+    result = conv2d_product(g, x, None, None, None, [r, s], *geometry, "wgrad")
     Product.of(lambda g, x: backward(g, x, like_w, 1), g.double(), x.double()).assert_met(
-        found, None
+        result, None
     )

@@ -1,5 +1,5 @@
-"""INT8 products on the CPU: the kernel gives the bits that torch's own operators give, and layers
-use it, whatever its unit.
+"""INT8 products on the CPU: the kernel is bit-equal to torch's operators, and layers use it if the
+CPU has a native unit.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def test_bits_equal_the_reference(
     b = torch.randint(-128, 128, (n, k) if turned else (k, n), dtype=torch.int8)
     scales = scale(of_a, (m, 1)), scale(of_b, (1, n))
     bias = None if biased is None else (torch.randn(n) * 100).to(biased)
-    found = gemm(a, b, *scales, bias, out, transposed=turned)
+    actual = gemm(a, b, *scales, bias, out, transposed=turned)
     right = b.t() if turned else b
     assert cpu_kernels.multiplies(a, right)
-    want = reference_result.gemm(GemmProduct(a, right, *scales, bias, out))
-    assert found.dtype == out and found.is_contiguous() and torch.equal(found, want)
+    expected = reference_result.gemm(GemmProduct(a, right, *scales, bias, out))
+    assert actual.dtype == out and actual.is_contiguous() and torch.equal(actual, expected)
 
 
 def test_sums_beyond_int32_are_the_references() -> None:
@@ -66,8 +66,8 @@ def test_sums_beyond_int32_are_the_references() -> None:
 
 def test_transposed_matrix_passes_opcheck() -> None:
     a, b = torch.ones(5, 16, dtype=torch.int8), torch.ones(7, 16, dtype=torch.int8)
-    given = a, b, torch.rand(5, 1), torch.rand(()), torch.rand(7), torch.bfloat16, False, True
-    torch.library.opcheck(torch.ops.qsync.gemm.default, given)
+    arguments = a, b, torch.rand(5, 1), torch.rand(()), torch.rand(7), torch.bfloat16, False, True
+    torch.library.opcheck(torch.ops.qsync.gemm.default, arguments)
 
 
 @pytest.mark.parametrize("unit", [True, False])

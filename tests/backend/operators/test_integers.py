@@ -1,6 +1,4 @@
-"""Products of INT8 matrices by torch's integer unit, of whatever shape and layout: exact,
-or none.
-"""
+"""INT8 matrix products by torch's integer unit, of any shape and layout: exact or not available."""
 
 from __future__ import annotations
 
@@ -50,11 +48,11 @@ def test_a_product_is_exact_or_none(
 ) -> None:
     torch.manual_seed(seed)
     a, bt = matrix(m, k, first), matrix(n, k, second)
-    found = int_mm.product(a, bt, (INT8, INT8))
-    assert (found is None) == (k == 1 or not cpu_multiplies_integers())
-    if found is not None:
-        assert found.dtype == torch.int32 and torch.equal(
-            found.double(), a.double() @ bt.double().t()
+    result = int_mm.product(a, bt, (INT8, INT8))
+    assert (result is None) == (k == 1 or not cpu_multiplies_integers())
+    if result is not None:
+        assert result.dtype == torch.int32 and torch.equal(
+            result.double(), a.double() @ bt.double().t()
         )
 
 
@@ -65,11 +63,11 @@ def test_weight_gradients_that_int32_does_not_hold_are_summed_in_fp32(
     x, weight = torch.ones(rows, 1), leaf(torch.ones(2, 1))
     y = Layer("int8_grad")(x, weight)
     with recorded() as calls:
-        [found] = torch.autograd.grad(y, weight, torch.ones_like(y))
+        [gradient] = torch.autograd.grad(y, weight, torch.ones_like(y))
     unit = unit and cpu_multiplies_integers()
     assert ("qsync::integer_products" in calls) == unit
     bound = 2**-22 if unit else rows * 2**-24
-    torch.testing.assert_close(found, torch.full((2, 1), float(rows)), rtol=bound, atol=0.0)
+    torch.testing.assert_close(gradient, torch.full((2, 1), float(rows)), rtol=bound, atol=0.0)
 
 
 @pytest.mark.skipif(
@@ -147,8 +145,8 @@ for options in ({}, {"precision": "int8"}, {"precision": "int8_grad"}):
 def test_a_processor_without_units_trains_in_fp32_by_default_and_right_in_int8(
     isa: str, path: str, capability: str
 ) -> None:
-    """A unit of oneDNN's that saturates is not used, and layers and a whole model are those of
-    FP32, but for roundings.
+    """oneDNN's saturating unit is not used; layers and a model equal those in FP32 except for
+    rounding.
     """
     env = {
         **os.environ,
@@ -167,12 +165,12 @@ def test_a_processor_without_units_trains_in_fp32_by_default_and_right_in_int8(
 
 @pytest.mark.parametrize("width", [48, 64])
 def test_saved_weight_has_one_byte_per_value(width: int) -> None:
-    """Whatever its sizes round to in torch's partitioner, which kept every other one in BF16."""
+    """Regression test: for every other size, torch's partitioner saved the weight in BF16."""
     layer, x = nn.Linear(width, width, bias=False), leaf(torch.randn(32, width))
-    kept: list[tuple[torch.dtype, tuple[int, ...]]] = []
+    saved: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
     def backward(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
-        kept.extend((t.dtype, tuple(t.shape)) for t in inputs)
+        saved.extend((t.dtype, tuple(t.shape)) for t in inputs)
         return make_boxed_func(graph.forward)
 
     lowered = qsync_fx.explain(layer, x, options={"precision": "int8"}).graph_module("lower")
@@ -183,6 +181,6 @@ def test_saved_weight_has_one_byte_per_value(width: int) -> None:
         backward,
         partition_fn=min_cut_rematerialization_partition,
     )
-    given = (layer.weight if "weight" in name else x for name in names)
-    compiled(*given)[0].sum().backward()
-    assert (torch.int8, (width, width)) in kept and (torch.bfloat16, (width, width)) not in kept
+    arguments = (layer.weight if "weight" in name else x for name in names)
+    compiled(*arguments)[0].sum().backward()
+    assert (torch.int8, (width, width)) in saved and (torch.bfloat16, (width, width)) not in saved

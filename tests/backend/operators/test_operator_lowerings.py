@@ -1,6 +1,4 @@
-"""The lowerings: each ATen operator that takes scaled formats becomes a qsync operator that
-computes the same.
-"""
+"""Lowerings of ATen operators with scaled formats to qsync operators with equal results."""
 
 from __future__ import annotations
 
@@ -22,20 +20,18 @@ SEED = torch.tensor([3])
 
 
 def traced(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[fx.GraphModule, fx.Node]:
-    """Returns the pre-dispatch graph, whose nodes know their values, and its one operator that
-    takes scaled formats.
-    """
+    """Return the pre-dispatch graph with fake values, and its only operator with scaled formats."""
     module = make_fx(function, pre_dispatch=True, tracing_mode="fake")(*inputs)
-    (found,) = [
+    (operator_node,) = [
         node
         for node in module.graph.nodes
         if (row := row_for(node.target)) is not None and row.scaled
     ]
-    return module, found
+    return module, operator_node
 
 
 def lowered(module: fx.GraphModule, node: fx.Node, keep: dict[str, list[int]]) -> str | None:
-    """Lowers the node with operands in INT8; returns the reason where it cannot be."""
+    """Lower the node with INT8 operands; return the reason if that is impossible."""
     row, graph = row_for(node.target), module.graph
     assert row is not None
     if (refused := lowerings()[row.name].refuses(node)) is not None:
@@ -44,19 +40,21 @@ def lowered(module: fx.GraphModule, node: fx.Node, keep: dict[str, list[int]]) -
     operands: list[tuple[fx.Node, fx.Node, fx.Node]] = []
     with graph.inserting_before(node):
         seed = graph.call_function(torch.ops.aten.full.default, ([1], 3), {"dtype": torch.int64})
-        for stream, (at, role) in enumerate(zip(row.scaled, ("activation", "weight"), strict=True)):
-            given: Any = node.args[at] if at < len(node.args) else node.kwargs[names[at]]
+        for stream, (index, role) in enumerate(
+            zip(row.scaled, ("activation", "weight"), strict=True)
+        ):
+            operand: Any = node.args[index] if index < len(node.args) else node.kwargs[names[index]]
             pair = graph.call_function(
                 torch.ops.qsync.quantize.default,
-                (given, seed, stream, "int8", "nearest", keep[role]),
+                (operand, seed, stream, "int8", "nearest", keep[role]),
             )
             values = quantize(
-                torch.empty(given.meta["val"].shape), SEED, 0, "int8", "nearest", keep[role]
+                torch.empty(operand.meta["val"].shape), SEED, 0, "int8", "nearest", keep[role]
             )
-            parts = [graph.call_function(operator.getitem, (pair, at)) for at in range(2)]
+            parts = [graph.call_function(operator.getitem, (pair, index)) for index in range(2)]
             for part, value in zip(parts, values, strict=True):
                 part.meta["val"] = value.to("meta")
-            operands.append((given, parts[0], parts[1]))
+            operands.append((operand, parts[0], parts[1]))
         new = lowerings()[row.name].emit(
             node, Operands((operands[0], operands[1]), seed, 9, "int8", "nearest", torch.float32)
         )
@@ -123,7 +121,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], list[int], lis
         [0],
         [1],
     ),
-    # In groups there is no dimension of its own for the output channels.
+    # With groups, no dimension of the weight is the output channels alone.
     "conv_transpose2d": (
         lambda x, w, b: F.conv_transpose2d(x, w, b, (2, 3), 1, (1, 2), 2, 2),
         (weights(2, 4, 5, 4), weights(4, 3, 3, 3), weights(6)),

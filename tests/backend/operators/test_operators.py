@@ -64,7 +64,7 @@ def test_linear(
 
 @st.composite
 def convolutions(draw: st.DrawFn) -> tuple[Geometry, Tensor, Tensor, int]:
-    """Draws a geometry, input, weight, and the number of output channels."""
+    """Draw a geometry, input, weight, and the number of output channels."""
     torch.manual_seed(draw(st.integers(0, 2**32)))
     spatial, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3]))
     transposed = draw(st.booleans())
@@ -79,8 +79,8 @@ def convolutions(draw: st.DrawFn) -> tuple[Geometry, Tensor, Tensor, int]:
         each(1, 2),
         each(1, 7),
     )
-    # Below the stride, where torch has the fast kernel; beyond, it adds the samples' weight
-    # gradients up in BF16.
+    # For output padding below the stride torch has a fast kernel. Otherwise it sums the weight
+    # gradients of the samples in BF16.
     output_padding = [draw(st.integers(0, step - 1)) for step in stride]
     geometry = Geometry(
         stride, padding, dilation, transposed, output_padding if transposed else [0], groups
@@ -138,22 +138,22 @@ def test_layout_of_a_convolution_is_that_of_torch(
         weight = weight.movedim(1, -1).contiguous().movedim(-1, 1)
     batch = x if x.dim() == weight.dim() else x[None]
     expected = torch.ops.aten.convolution(batch, weight, None, *geometry.arguments)
-    found = Layer(fmt, geometry)(x, weight)
+    result = Layer(fmt, geometry)(x, weight)
     expected = expected if x.dim() == weight.dim() else expected[0]
-    assume(found.numel())
-    strides = [t.stride(d) for t in (found, expected) for d in range(t.dim()) if t.shape[d] > 1]
+    assume(result.numel())
+    strides = [t.stride(d) for t in (result, expected) for d in range(t.dim()) if t.shape[d] > 1]
     assert strides[: len(strides) // 2] == strides[len(strides) // 2 :]
 
 
 @every_format
 def test_one_tap_kernel_ignores_dilation(fmt: str) -> None:
-    """With this dilation torch 2.13 dies of a segmentation fault in BF16."""
+    """In BF16, torch 2.13 crashes with this dilation (segmentation fault)."""
     x = torch.randn(3, 1, 3, 1).as_strided((3, 1, 3, 1), (3, 1, 1, 1))
     weight = torch.randn(2, 1, 3, 1)
-    found, expected = (
+    actual, expected = (
         Layer(fmt, Geometry([3, 2], [1, 1], [1, step]))(x, weight) for step in (2, 1)
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @every_format
@@ -189,8 +189,7 @@ def test_sums_beyond_int32_use_the_emulation_dtype(inner: int, unit: bool) -> No
     with recorded() as calls:
         y = Layer("int8", out_dtype=torch.float32)(x, weight)
     assert ("qsync::integer_products" in calls) == unit
-    # Integers are summed exactly; FP32 loses up to half a last place with each of the equal
-    # summands.
+    # Integer sums are exact; FP32 loses up to half a unit in the last place per summand.
     torch.testing.assert_close(
         y, torch.full((1, 2), float(inner)), rtol=2**-22 if unit else inner * 2**-24, atol=0.0
     )
@@ -211,20 +210,19 @@ def test_zeros_give_the_bias(fmt: str) -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_nonfinite_values_are_visible(fmt: str, bad: float) -> None:
     x, weight = leaf(torch.randn(4, 6)), leaf(torch.randn(3, 6))
-    spoilt = x.detach().clone()
-    spoilt[2, 1] = bad
+    corrupted = x.detach().clone()
+    corrupted[2, 1] = bad
     for layer in (Layer(fmt), Layer(fmt, channel=True)):
-        y = layer(spoilt, weight)
+        y = layer(corrupted, weight)
         assert not y[2].isfinite().any()
-        # A row with a scale of its own is spoilt alone, and so is every one where there are no
-        # scales.
+        # Only the row itself is corrupted if each row has a scale, or the format has none.
         alone = layer.channel or not FORMATS[fmt].scaled
         assert y[[0, 1, 3]].isfinite().all() == alone
         good = layer(x, weight)
         gradient = torch.ones_like(good)
         gradient[1, 0] = bad
-        for found in torch.autograd.grad(good, (x, weight), gradient):
-            assert not found.isfinite().all()
+        for result in torch.autograd.grad(good, (x, weight), gradient):
+            assert not result.isfinite().all()
     image, kernel = torch.randn(2, 3, 5), leaf(torch.randn(4, 3, 3))
     image[0, 0, 0] = bad
     y = Layer(fmt, Geometry([1], [0], [1]))(image, kernel)

@@ -1,4 +1,4 @@
-"""`qsync::linear` and `qsync::convolution` as training uses them: what is computed and saved,
+"""`qsync::linear` and `qsync::convolution` in training: computed products, saved tensors,
 checkpointing, torch.compile.
 """
 
@@ -49,7 +49,7 @@ def test_unused_products_are_not_computed(fmt: str) -> None:
         assert [t.grad is not None for t in inputs] == list(needed)
         products = ("aten::mm", "qsync::gemm", "qsync::integer_products")
         assert sum(map(calls.count, products)) == sum(needed[:2])
-        # One rounding serves both products, unless each has a scale of its own multiplied in.
+        # Both products share one rounding, unless scales per channel are multiplied into each.
         each = channel and FORMATS[fmt].scaled
         expected = sum(needed[:2]) if each else min(1, sum(needed[:2]))
         assert roundings is None or calls.count(roundings) == expected
@@ -66,15 +66,15 @@ def test_convolution_gradients_share_one_call() -> None:
         with recorded() as calls:
             y.backward(torch.randn_like(y))
         assert [t.grad is not None for t in inputs] == list(needed)
-        # A gradient that gets a scale is rounded for each product when scales vary; one that BF16
-        # holds is not.
+        # With scales per channel, a scaled gradient is rounded for each product, a BF16 gradient
+        # is not.
         twice = FORMATS[fmt].gradient.scaled and channel and all(needed)
         backward = ("aten::convolution_backward", "qsync::convolution_backward_in_fp32")
         assert sum(map(calls.count, backward)) == (2 if twice else 1)
 
 
 def saved_bytes(call: Callable[[], Tensor]) -> tuple[int, Tensor]:
-    """Returns the bytes that `call` keeps for the backward pass, and its result."""
+    """Return the bytes that `call` saves for backward, and its result."""
     storages: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def saved_bytes(call: Callable[[], Tensor]) -> tuple[int, Tensor]:
 @pytest.mark.parametrize("fmt", ["int8", "fp8"])
 @pytest.mark.parametrize("partitioner", [None, "aot_eager", "aot_eager_decomp_partition"])
 def test_operands_are_saved_in_their_format(fmt: str, partitioner: str | None) -> None:
-    """The last one chooses what to save as Inductor does."""
+    """The last backend selects saved tensors as Inductor does."""
     x, weight = leaf(torch.randn(64, 128)), leaf(torch.randn(32, 128))
     image, kernel = leaf(torch.randn(4, 16, 9, 9)), leaf(torch.randn(8, 16, 3, 3))
     small = 128  # bytes for scales and seed
@@ -128,18 +128,16 @@ def test_checkpointing_recomputes_the_same_bits(fmt: str) -> None:
         return Layer(fmt)(F.gelu(Layer(fmt)(x, weight)), weight)
 
     expected = torch.autograd.grad(block(x).float().square().sum(), (x, weight))
-    found = torch.autograd.grad(
+    actual = torch.autograd.grad(
         checkpoint(block, x, use_reentrant=False).float().square().sum(), (x, weight)
     )
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @every_format
 @pytest.mark.parametrize("geometry", [None, Geometry([1], [0], [1])])
 def test_a_second_derivative_is_refused(fmt: str, geometry: Geometry | None) -> None:
-    """Whatever the gradient comes from: that of a sum is a constant, and what torch makes of a
-    gradient of constants is one too.
-    """
+    """Also for a sum, whose constant gradient torch would differentiate as a constant."""
     x, weight = (
         leaf(torch.randn(shape)) for shape in ((2, 5, 8), (3, 8) if geometry is None else (3, 5, 4))
     )
@@ -155,8 +153,8 @@ def test_a_second_derivative_is_refused(fmt: str, geometry: Geometry | None) -> 
 
 # torch.compile.
 
-# The schema check compares inputs before and after with `allclose`, which torch does not have for
-# FP8. The schema is the same for all.
+# The schema check compares inputs by `allclose`, which torch does not have for FP8. The schema is
+# the same for all formats.
 CHECKS = (
     "test_autograd_registration",
     "test_faketensor",
@@ -201,9 +199,9 @@ def test_operators_pass_opcheck(fmt: str, rounding: str, channel: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_carry_is_a_conversion_that_torch_accepts(dtype: torch.dtype) -> None:
     q = torch.randint(-7, 8, (2, 3, 4, 5)).to(dtype).to(memory_format=torch.channels_last)
-    found = torch.ops.qsync.carry.default(q, torch.bfloat16)
-    assert torch.equal(found, q.to(torch.bfloat16))
-    assert found.stride() == q.stride()
+    result = torch.ops.qsync.carry.default(q, torch.bfloat16)
+    assert torch.equal(result, q.to(torch.bfloat16))
+    assert result.stride() == q.stride()
     torch.library.opcheck(torch.ops.qsync.carry.default, (q, torch.bfloat16), test_utils=CHECKS)
 
 
@@ -237,7 +235,7 @@ def step(run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]
 def test_compiled_for_every_batch_size_at_once(fmt: str, channel: bool, inner_backend: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(inner_backend)
-    # Made here, since Dynamo of torch 2.11 makes no frozen dataclasses.
+    # Created outside of the graph: Dynamo of torch 2.11 cannot create frozen dataclasses.
     layers = Layer(fmt, Geometry([1, 1], [1, 1], [1, 1]), channel), Layer(fmt, None, channel)
     plain = functools.partial(network, *layers)
     run = torch.compile(plain, backend=counter, fullgraph=True)
@@ -246,16 +244,19 @@ def test_compiled_for_every_batch_size_at_once(fmt: str, channel: bool, inner_ba
         x = leaf(torch.randn(batch, 4, 8, 8).to(memory_format=torch.channels_last))
         torch._dynamo.mark_dynamic(x, 0)
         seed = torch.randint(2**62, [1])
-        found, expected = (step(f, (x, *parameters, seed)) for f in (run, plain))
-        for one, other in zip(found, expected, strict=True):
-            assert one.dtype == other.dtype
-            assert one.stride() == other.stride()
+        results, expected = (step(f, (x, *parameters, seed)) for f in (run, plain))
+        for actual, wanted in zip(results, expected, strict=True):
+            assert actual.dtype == wanted.dtype
+            assert actual.stride() == wanted.stride()
             if inner_backend == "aot_eager":
-                assert torch.equal(one, other)
+                assert torch.equal(actual, wanted)
             else:
-                # Fused code rounds intermediate results less often, and a value near the middle of
-                # two levels may take the other one.
+                # Fused code rounds intermediate results less often, so a value near the middle of
+                # two levels may round to the other one.
                 torch.testing.assert_close(
-                    one.float(), other.float(), rtol=2**-6, atol=0.05 * other.abs().max().item()
+                    actual.float(),
+                    wanted.float(),
+                    rtol=2**-6,
+                    atol=0.05 * wanted.abs().max().item(),
                 )
     assert counter.frame_count == 1

@@ -77,7 +77,7 @@ class Net(nn.Module):
 def test_a_compiled_model_uses_them(
     inner: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients are as close to those in FP32 as the format allows, and not equal to them."""
+    """Gradients are close to FP32 within the error of the format, but not equal."""
     monkeypatch.setattr(
         products_in_fp32,
         "widened",

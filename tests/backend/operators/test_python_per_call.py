@@ -1,7 +1,7 @@
-"""Python work of one call of a small operator on the CPU: a compiled model of small layers spends
-its time there.
+"""Python overhead of a small operator on the CPU, which dominates compiled models of small layers.
 
-Counted are calls of functions and methods, in Python and in C, which is the same on every machine.
+The tests count calls of functions and methods, in Python and in C. The count is the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INT8 = FORMATS["int8"]
 
 
 def calls(function: Callable[[], object]) -> int:
-    """Return how many calls `function` makes, once what it caches is cached."""
+    """Return the number of calls in `function`, after its caches are filled."""
     for _ in range(3):
         function()
     count = 0

@@ -1,7 +1,7 @@
-"""`qsync::quantize` and `qsync::round` as operators: edge values, layouts, seeds and gradients, and
-what torch demands of operators.
+"""`qsync::quantize` and `qsync::round` as operators: edge values, layouts, seeds, gradients, and
+torch's opcheck.
 
-Their bits are those of the reference (tests/backend/numerics/test_quantizer_reference.py).
+tests/backend/numerics/test_quantizer_reference.py compares their bits with the reference.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def test_zero_empty_and_not_finite_groups(fmt: str, rounding: str) -> None:
     assert scale[5] == 2.0**-126
     step = 1.0 if FORMATS[fmt].kind == "integer" else FORMATS[fmt].max * FORMATS[fmt].eps
     assert ((dequantized - x).abs() <= step * scale)[[0, 4, 5, 6]].all()
-    whole, single = quantize(x, SEED, 0, fmt, rounding, [])
+    ungrouped, single = quantize(x, SEED, 0, fmt, rounding, [])
     assert single.shape == ()
     assert single.isnan()
-    assert not whole.float().any()
+    assert not ungrouped.float().any()
     for shape, keep in (((0, 4), [0]), ((4, 0), [0]), ((0,), []), ((2, 0, 3), [0, 2])):
         empty, ones = quantize(torch.empty(shape), SEED, 0, fmt, rounding, keep)
         assert empty.shape == shape
@@ -72,9 +72,9 @@ def test_memory_format_and_strides_are_preserved(fmt: str) -> None:
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     q, _ = quantize(x, SEED, 0, fmt, "stochastic", [])
     assert q.is_contiguous(memory_format=torch.channels_last)
-    # Random numbers go by memory, so the same memory seen otherwise is rounded alike.
-    seen, _ = quantize(x.permute(0, 2, 3, 1), SEED, 0, fmt, "stochastic", [])
-    assert torch.equal(seen.float(), q.permute(0, 2, 3, 1).float())
+    # Random numbers depend on positions in memory, so a view is rounded to the same values.
+    permuted, _ = quantize(x.permute(0, 2, 3, 1), SEED, 0, fmt, "stochastic", [])
+    assert torch.equal(permuted.float(), q.permute(0, 2, 3, 1).float())
 
 
 def test_a_seed_repeats_and_streams_differ() -> None:
@@ -100,9 +100,9 @@ def test_results_have_no_gradient_and_rounding_passes_it_on() -> None:
     assert not scale.requires_grad
     y = round_to(x, SEED, 0, "tf32", "nearest")
     gradient = torch.randn(3, 4).bfloat16()
-    (found,) = torch.autograd.grad(y, x, gradient.float())
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, gradient)
+    (passed,) = torch.autograd.grad(y, x, gradient.float())
+    assert passed.dtype == torch.bfloat16
+    assert torch.equal(passed, gradient)
 
 
 def test_rounding_to_tf32() -> None:
@@ -118,12 +118,12 @@ def test_rounding_to_tf32() -> None:
             2.0**-149,
         ]
     )
-    found = round_to(x, SEED, 0, "tf32", "nearest")
+    rounded = round_to(x, SEED, 0, "tf32", "nearest")
     expected = torch.tensor([1.0, 1 + 2.0**-9, -1.0, below_max, torch.inf, torch.nan, 0.0])
-    assert_same(found, expected)
+    assert_same(rounded, expected)
     floor = round_to(x[:4], SEED, 0, "tf32", "floor")
     assert_same(floor, torch.tensor([1.0, 1 + 2.0**-10, -1 - 2.0**-10, below_max]))
-    assert torch.equal(round_to(found[:5], SEED, 0, "tf32", "stochastic"), found[:5])
+    assert torch.equal(round_to(rounded[:5], SEED, 0, "tf32", "stochastic"), rounded[:5])
 
 
 @every_scaled
@@ -133,8 +133,7 @@ def test_values_are_exact_in_the_carrier_and_gradients_too(fmt: str) -> None:
     values = torch.from_numpy(grid_of(row))
     assert torch.equal(values.to(carrier.dtype).double(), values)
     assert gradient.mantissa <= carrier.mantissa
-    # The smallest gradient is a denormal of its format, which the carrier may hold as one of its
-    # own.
+    # The smallest gradient is a denormal of its format, and may be a denormal of the compute dtype.
     assert gradient.e_min - gradient.mantissa >= carrier.e_min - carrier.mantissa
     assert gradient.max <= carrier.max
 

@@ -1,8 +1,8 @@
-"""Taps of a convolution that never meet data: which they are, that their gradients are zero, and
-that no kernel of oneDNN is given one.
+"""Dead taps of a convolution, which read only padding: detection, zero gradients, and no oneDNN
+kernel that gets one.
 
-oneDNN leaves such taps unwritten. Here the kernel's result is spoilt on its way, at these taps, as
-if memory had infinities.
+oneDNN does not write gradients of dead taps. The tests set them to infinity, which uninitialized
+memory can contain.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from tests.support import tiers
 
 
 def taps_of_one_dimension(padded: int, other: int, k: int, s: int, p: int, d: int) -> list[bool]:
-    """Whether each tap meets data, by trying every pair of positions."""
+    """Return whether each tap reads data, by trying every pair of positions."""
     return [any(0 <= i * d - p + s * j < padded for j in range(other)) for i in range(k)]
 
 
 def alive(size: list[int], kernel: list[int], geometry: Geometry) -> Tensor:
-    """Which taps meet data, in the shape of the kernel."""
+    """Return the mask of taps that read data, in the shape of the kernel."""
     stride, padding, dilation, transposed, more, _ = geometry
-    found = torch.ones(kernel, dtype=torch.bool)
-    for at, (n, k, s, p, d) in enumerate(zip(size, kernel, stride, padding, dilation, strict=True)):
+    result = torch.ones(kernel, dtype=torch.bool)
+    for index, (n, k, s, p, d) in enumerate(
+        zip(size, kernel, stride, padding, dilation, strict=True)
+    ):
         padded, other = n, (n + 2 * p - d * (k - 1) - 1) // s + 1
         if transposed:
-            padded, other = (n - 1) * s - 2 * p + d * (k - 1) + more[at] + 1, n
+            padded, other = (n - 1) * s - 2 * p + d * (k - 1) + more[index] + 1, n
         met = torch.tensor(taps_of_one_dimension(padded, other, k, s, p, d))
-        found &= met.view(-1, *[1] * (len(kernel) - at - 1))
-    return found
+        result &= met.view(-1, *[1] * (len(kernel) - index - 1))
+    return result
 
 
 @st.composite
@@ -57,9 +59,9 @@ def geometries(draw: st.DrawFn) -> tuple[list[int], list[int], Geometry]:
         each(1, 3),
     )
     more = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
-    for n, k, s, p, d, one in zip(size, kernel, stride, padding, dilation, more, strict=True):
+    for n, k, s, p, d, extra in zip(size, kernel, stride, padding, dilation, more, strict=True):
         assume(
-            (n - 1) * s - 2 * p + d * (k - 1) + one + 1 > 0
+            (n - 1) * s - 2 * p + d * (k - 1) + extra + 1 > 0
             if transposed
             else n + 2 * p - d * (k - 1) > 0
         )
@@ -75,9 +77,11 @@ def test_dead_taps_read_only_padding(case: tuple[list[int], list[int], Geometry]
     size, kernel, geometry = case
     expected = alive(size, kernel, geometry)
     least = least_sizes(kernel, geometry)
-    found = [[n >= one for one in taps] for n, taps in zip(size, least, strict=True)]
-    assert [all(taps) for taps in itertools.product(*found)] == expected.flatten().tolist()
-    # Each dimension with a dead tap is padded, and then it has none.
+    alive_taps = [
+        [n >= least_size for least_size in taps] for n, taps in zip(size, least, strict=True)
+    ]
+    assert [all(taps) for taps in itertools.product(*alive_taps)] == expected.flatten().tolist()
+    # After explicit padding of the dimensions with dead taps no tap is dead.
     stride, padding, dilation, transposed, more, groups = geometry
     unsafe = unsafe_dimensions(kernel, size, geometry)
     remaining = [0 if pad else p for pad, p in zip(unsafe, padding, strict=True)]
@@ -92,10 +96,10 @@ def test_dead_taps_have_no_gradient(case: tuple[list[int], list[int], Geometry],
     torch.manual_seed(seed)
     size, kernel, geometry = case
     x, weight = torch.randn(3, 2, *size), torch.randn(2, 2, *kernel).requires_grad_()
-    [found] = torch.autograd.grad(
+    [gradient] = torch.autograd.grad(
         torch.ops.aten.convolution(x, weight, None, *geometry).square().sum(), weight
     )
-    assert (found[:, :, ~alive(size, kernel, geometry)] == 0).all()
+    assert (gradient[:, :, ~alive(size, kernel, geometry)] == 0).all()
 
 
 _BY_TORCH = torch.ops.aten.convolution_backward.default
@@ -103,25 +107,23 @@ BACKWARD = _BY_TORCH, IN_FP32[_BY_TORCH]
 
 
 class Spoilt(TorchDispatchMode):
-    """Puts infinities where oneDNN's kernels write nothing; counts these taps, and weight
-    gradients.
-    """
+    """Dispatch mode that sets gradients of dead taps to infinity; counts these and all calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.taps = self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func not in BACKWARD or found[1] is None:
-            return found
+        result = func(*args, **(kwargs or {}))
+        if func not in BACKWARD or result[1] is None:
+            return result
         _, x, weight, _, *geometry, _ = args
         self.calls += 1
         if weight.dtype.itemsize < 4 and any(step > 1 for step in geometry[0]):
             dead = ~alive(list(x.shape[2:]), list(weight.shape[2:]), tuple(geometry))
-            found[1][:, :, dead] = torch.inf
+            result[1][:, :, dead] = torch.inf
             self.taps += int(dead.sum())
-        return found
+        return result
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -151,22 +153,22 @@ def gradients(
 
 
 def check(model: nn.Module, x: Tensor, **how: Any) -> None:
-    """Asserts that gradients are those of an unspoilt kernel, and zero at the dead taps, of which
-    no kernel is given any.
+    """Assert that gradients are close to eager mode and zero at dead taps, and that no kernel call
+    has dead taps.
     """
     torch._dynamo.reset()
     torch.manual_seed(1)
     step = torch.compile(model, backend="qsync", **how)
     gradients(step, model, x, Spoilt())  # compiles
-    spoilt = Spoilt()
+    corrupted = Spoilt()
     torch.manual_seed(1)
-    found = gradients(step, model, x, spoilt)
-    assert spoilt.taps == 0 < spoilt.calls
+    results = gradients(step, model, x, corrupted)
+    assert corrupted.taps == 0 < corrupted.calls
     plain = gradients(model, model, x, nullcontext())
-    for one, exact in zip(found, plain, strict=True):
-        assert one.isfinite().all()
-        assert (one - exact).norm() <= 0.3 * exact.norm()
-        assert (one[exact == 0] == 0).all()
+    for actual, exact in zip(results, plain, strict=True):
+        assert actual.isfinite().all()
+        assert (actual - exact).norm() <= 0.3 * exact.norm()
+        assert (actual[exact == 0] == 0).all()
 
 
 @pytest.mark.parametrize("precision", FORMATS)
@@ -211,13 +213,16 @@ def test_symbolic_sizes(precision: str, transposed: bool) -> None:
     torch.manual_seed(3)
     for size in ((5, 4), (2, 4), (3, 2), (2, 2)):
         x = torch.randn(2, 4, *size)
-        found = gradients(step, model, x, Spoilt())
+        results = gradients(step, model, x, Spoilt())
         exact = gradients(model, model, x, nullcontext())
         assert all(
-            one.isfinite().all() and (one[e == 0] == 0).all()
-            for one, e in zip(found, exact, strict=True)
+            actual.isfinite().all() and (actual[expected == 0] == 0).all()
+            for actual, expected in zip(results, exact, strict=True)
         )
-        assert all((one - e).norm() <= 0.3 * e.norm() for one, e in zip(found, exact, strict=True))
+        assert all(
+            (actual - expected).norm() <= 0.3 * expected.norm()
+            for actual, expected in zip(results, exact, strict=True)
+        )
 
 
 class Autocast(nn.Module):

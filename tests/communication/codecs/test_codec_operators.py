@@ -1,6 +1,4 @@
-"""The codecs in torch operators make the bytes of the kernels, and the values, as they are and
-compiled by Inductor.
-"""
+"""Codecs as torch operators, eager and compiled by Inductor: bit-identical to native kernels."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ FIRST = st.sampled_from([0, 512, 2**31 - 512, 2**32 - 2048])
 def kernels(
     codec: Codec, x: torch.Tensor, draw: Draw, residual: torch.Tensor | None = None
 ) -> tuple[Any, Any]:
-    """Returns what the native kernels write, and read from that."""
-    wire, found = torch.zeros(codec.nbytes(x.numel()), dtype=torch.uint8), torch.empty_like(x)
+    """Return the message that the native kernels encode, and the values that they decode."""
+    wire, values = torch.zeros(codec.nbytes(x.numel()), dtype=torch.uint8), torch.empty_like(x)
     codec.encode(x, wire, draw, residual)
-    codec.decode(wire, found)
-    return wire, found
+    codec.decode(wire, values)
+    return wire, values
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -68,11 +66,11 @@ def test_rotated_qsgd(
 def test_onebit(data: Any, size: int) -> None:
     x = data.draw(vectors(data.draw(st.integers(0, 700))))
     residual = torch.randn(x.numel(), generator=torch.Generator().manual_seed(1))
-    left = residual.clone()
-    wire, values = kernels(Reshaped(size), x, Draw(), left)
-    found, rest = torch_kernels.onebit_encode(x, residual, size)
-    same(found, wire)
-    same(rest, left)
+    updated = residual.clone()
+    wire, values = kernels(Reshaped(size), x, Draw(), updated)
+    message, remainder = torch_kernels.onebit_encode(x, residual, size)
+    same(message, wire)
+    same(remainder, updated)
     same(torch_kernels.onebit_decode(wire, x.numel(), size), values)
 
 
@@ -108,7 +106,7 @@ def test_inductor_makes_the_same_bytes(bits: int, layout: Any, sizes: tuple[int,
 
 @tiers.ALL
 def test_inductor_makes_the_same_bytes_of_a_rotation() -> None:
-    """Compiled as for a GPU, for any number of units."""
+    """The functions are compiled as for a GPU, with a dynamic number of units."""
     draw, size = Draw(12345, 67, 512), 128
     for units in (3, 32):
         n = units * size
@@ -127,11 +125,11 @@ def test_inductor_makes_the_same_bytes_of_a_rotation() -> None:
 def test_inductor_makes_the_same_bits_of_signs() -> None:
     x = torch.randn(1001, generator=torch.Generator().manual_seed(0))
     residual = torch.randn(1001, generator=torch.Generator().manual_seed(1))
-    left = residual.clone()
-    wire, values = kernels(Reshaped(64), x, Draw(), left)
-    found, rest = torch.compile(torch_kernels.onebit_encode, fullgraph=True)(x, residual, 64)
-    same(found, wire)
-    same(rest, left)
+    updated = residual.clone()
+    wire, values = kernels(Reshaped(64), x, Draw(), updated)
+    message, remainder = torch.compile(torch_kernels.onebit_encode, fullgraph=True)(x, residual, 64)
+    same(message, wire)
+    same(remainder, updated)
     same(torch.compile(torch_kernels.onebit_decode, fullgraph=True)(wire, 1001, 64), values)
 
 
@@ -147,16 +145,16 @@ def test_inductor_makes_the_same_bits_of_signs() -> None:
 def test_codecs_fall_back_to_operators_without_kernels(
     codec: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they do on other devices than the CPU."""
+    """The operators encode and decode values of all devices but the CPU."""
     x = torch.randn(1300, generator=torch.Generator().manual_seed(0))
-    left = [torch.ones(1300), torch.ones(1300)]
-    wire, values = kernels(codec, x, Draw(1, 2, 512), left[0])
+    residuals = [torch.ones(1300), torch.ones(1300)]
+    wire, values = kernels(codec, x, Draw(1, 2, 512), residuals[0])
     monkeypatch.setattr(buffers, "native", lambda values: False)
     monkeypatch.setattr(_C, f"{'onebit' if isinstance(codec, Reshaped) else 'qsgd'}_encode", None)
-    again, read = kernels(codec, x, Draw(1, 2, 512), left[1])
-    same(again, wire)
-    same(read, values)
-    same(left[1], left[0])
+    message, decoded = kernels(codec, x, Draw(1, 2, 512), residuals[1])
+    same(message, wire)
+    same(decoded, values)
+    same(residuals[1], residuals[0])
     total = values.clone()
     codec.decode(wire, total, add=True)
     same(total, values + values)

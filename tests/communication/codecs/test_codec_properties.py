@@ -1,5 +1,5 @@
-"""What the papers say of their codecs holds of ours: unbiased, bounded, nothing lost, and as many
-bytes as they count.
+"""Properties of codecs from their papers: unbiasedness, error bounds, error feedback and message
+sizes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ every_kind = pytest.mark.parametrize(
 def sent(
     codec: Codec, x: Tensor, draw: Draw | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """Returns what a receiver makes of values."""
-    wire, found = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8), torch.empty_like(x)
+    """Encode values and return the decoded ones."""
+    wire, decoded = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8), torch.empty_like(x)
     codec.encode(x, wire, draw or Draw(), residual)
-    codec.decode(wire, found)
-    return found
+    codec.decode(wire, decoded)
+    return decoded
 
 
 def scale(codec: Qsgd, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def step(codec: Qsgd, x: Tensor) -> float:
 
 
 def rounding(codec: Qsgd, x: Tensor) -> float:
-    """What FP32 rounds on the way to a step and back."""
+    """Return a bound on the FP32 rounding error of scaling a value to steps and back."""
     return float(scale(codec, x)) * 2.0**-21
 
 
@@ -58,12 +58,12 @@ def rounding(codec: Qsgd, x: Tensor) -> float:
 def test_qsgd_is_unbiased_within_a_step_and_its_variance_within_the_bound(codec: Qsgd) -> None:
     x, repeats = torch.randn(128), 2000
     x[:4] = torch.tensor([0.0, float(x.abs().max()), -1e-3, 1e-6])
-    found = torch.stack([sent(codec, x, Draw(seed, 5)) for seed in range(repeats)]).double()
-    errors, width = found - x.double(), step(codec, x)
+    decoded = torch.stack([sent(codec, x, Draw(seed, 5)) for seed in range(repeats)]).double()
+    errors, width = decoded - x.double(), step(codec, x)
     assert float(errors.abs().max()) < width + rounding(codec, x)
-    place = (x.double() + (float(scale(codec, x)) if codec.layout == "endpoints" else 0)) / width
-    chance = place - place.floor()
-    # Of what happens a few times in all repeats the mean is not yet normal.
+    position = (x.double() + (float(scale(codec, x)) if codec.layout == "endpoints" else 0)) / width
+    chance = position - position.floor()
+    # The mean of a rare rounding direction is not yet normally distributed.
     inner = repeats * chance * (1 - chance) > 50
     spread = width * (chance * (1 - chance) / repeats).sqrt()
     assert float((errors.mean(0).abs() / spread)[inner].max()) < 5.5
@@ -82,25 +82,25 @@ def test_qsgd_is_unbiased_within_a_step_and_its_variance_within_the_bound(codec:
 @given(data=st.data(), n=st.integers(1, 128))
 def test_qsgd_error_is_at_most_a_step(codec: Qsgd, data: st.DataObject, n: int) -> None:
     x = data.draw(vectors(n, finite=True))
-    found = sent(codec, x, Draw(data.draw(st.integers(0, 2**64 - 1)), 1))
-    assert found.isfinite().all()
-    # A number below the smallest normal one is rounded to what FP32 has there.
+    decoded = sent(codec, x, Draw(data.draw(st.integers(0, 2**64 - 1)), 1))
+    assert decoded.isfinite().all()
+    # Subnormal values are rounded to a multiple of 2**-149.
     limit = step(codec, x) + rounding(codec, x) + 2 * 2.0**-149
     if float(scale(codec, x)) > HUGE:
         limit = math.inf
-    assert float((found.double() - x.double()).abs().max()) <= limit
+    assert float((decoded.double() - x.double()).abs().max()) <= limit
 
 
 @every_kind
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_qsgd_propagates_nonfinite_values(codec: Qsgd, bad: float) -> None:
     x = torch.ones(300)
-    for at in (0, 127, 17):
-        x[at] = bad
-        found = sent(codec, x)
-        assert found[:128].isnan().all()
-        assert found[128:].isfinite().all()
-        x[at] = 1
+    for index in (0, 127, 17):
+        x[index] = bad
+        decoded = sent(codec, x)
+        assert decoded[:128].isnan().all()
+        assert decoded[128:].isfinite().all()
+        x[index] = 1
     assert not sent(codec, torch.zeros(300)).any()
     assert sent(codec, torch.full((300,), HUGE)).isfinite().all()
     assert sent(codec, torch.empty(0)).numel() == 0
@@ -120,11 +120,11 @@ def test_one_bit_preserves_the_sum_with_its_residual(
     largest = 1e-45
     for seed in range(data.draw(st.integers(1, 12))):
         g = torch.randn(n, generator=torch.Generator().manual_seed(seed)) * magnitude
-        found = sent(codec, g, residual=residual)
-        given, decoded = given + g, decoded + found
-        largest = max([largest, *(float(t.abs().max()) for t in (residual, found, g) if n)])
-        for rest, values in zip(residual.split(size), found.split(size), strict=True):
-            assert abs(float(rest.double().sum())) <= 1e-5 * size * largest
+        result = sent(codec, g, residual=residual)
+        given, decoded = given + g, decoded + result
+        largest = max([largest, *(float(t.abs().max()) for t in (residual, result, g) if n)])
+        for remainder, values in zip(residual.split(size), result.split(size), strict=True):
+            assert abs(float(remainder.double().sum())) <= 1e-5 * size * largest
             assert values.unique().numel() <= 2
     assert n == 0 or float((decoded + residual - given).abs().max()) <= 1e-5 * largest
 
@@ -146,11 +146,11 @@ def test_nonfinite_values_do_not_enter_the_residual(codec: Codec) -> None:
         x[3] = bad
         if bad == HUGE:
             x[4] = bad
-        found = sent(codec, x, residual=residual)
-        assert found[3].isfinite() == (isinstance(codec, Truncated) and bad == HUGE)
+        decoded = sent(codec, x, residual=residual)
+        assert decoded[3].isfinite() == (isinstance(codec, Truncated) and bad == HUGE)
         assert residual.isfinite().all()
         assert residual[3] == 0.5 or bad == HUGE
-        assert found[64:].isfinite().all()
+        assert decoded[64:].isfinite().all()
 
 
 @given(data=st.data(), n=st.integers(0, 900), bits=st.sampled_from(LEVELS))
@@ -158,14 +158,14 @@ def test_truncation_is_towards_zero_and_within_its_bits(
     data: st.DataObject, n: int, bits: int
 ) -> None:
     x = data.draw(vectors(n))
-    found = sent(Truncated(bits, 420), x)
-    assert (found.isnan() == x.isnan()).all()
-    assert (found.isinf() == x.isinf()).all()
+    decoded = sent(Truncated(bits, 420), x)
+    assert (decoded.isnan() == x.isnan()).all()
+    assert (decoded.isinf() == x.isinf()).all()
     normal = x.isfinite() & (x.abs() >= torch.finfo(torch.float32).tiny)
-    a, b = x[normal].double(), found[normal].double()
+    a, b = x[normal].double(), decoded[normal].double()
     assert (b.abs() <= a.abs()).all()
     assert ((a - b).abs() < a.abs() * 2.0 ** -(bits - 9)).all()
-    assert bits < 32 or torch.equal(found.nan_to_num(), x.nan_to_num())
+    assert bits < 32 or torch.equal(decoded.nan_to_num(), x.nan_to_num())
 
 
 def test_partitions_of_all_levels_have_the_same_bytes() -> None:
@@ -184,10 +184,10 @@ def test_partitions_of_several_levels_are_read_by_who_knows_none() -> None:
         codec = Truncated(bits, 420)
         wires.append(torch.empty(codec.nbytes(part.numel()), dtype=torch.uint8))
         codec.encode(part, wires[-1], Draw())
-    found = torch.empty(700)
-    Truncated(32, 420).decode(torch.cat(wires), found)
+    decoded = torch.empty(700)
+    Truncated(32, 420).decode(torch.cat(wires), decoded)
     assert torch.equal(
-        found, torch.cat([sent(Truncated(12), x[:300]), sent(Truncated(24), x[300:])])
+        decoded, torch.cat([sent(Truncated(12), x[:300]), sent(Truncated(24), x[300:])])
     )
 
 
@@ -198,9 +198,9 @@ def test_partitions_of_several_levels_are_read_by_who_knows_none() -> None:
 def test_casts_equal_torch(row: object, data: st.DataObject, n: int) -> None:
     x = data.draw(vectors(n))
     codec = codec_named(str(row))
-    found, expected = sent(codec, x), x.to(FORMATS[str(row)].dtype).float()
-    assert torch.equal(found.nan_to_num(3.0), expected.nan_to_num(3.0))
-    assert (found.isnan() == expected.isnan()).all()
+    decoded, expected = sent(codec, x), x.to(FORMATS[str(row)].dtype).float()
+    assert torch.equal(decoded.nan_to_num(3.0), expected.nan_to_num(3.0))
+    assert (decoded.isnan() == expected.isnan()).all()
     codec.settle(settled := x.clone())
     assert torch.equal(settled.nan_to_num(3.0), expected.nan_to_num(3.0))
 
@@ -230,7 +230,7 @@ def test_bytes_equal_the_study(name: str, bits: float) -> None:
 
 
 def test_columns_of_resnet_50_take_more_bytes_than_fp32() -> None:
-    """The artefact that the study found in CNTK (section 3.2.2): 191.1 MB in place of 102.0."""
+    """Artefact of CNTK that the study describes (section 3.2.2): 191.1 MB instead of 102.0 MB."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     with torch.device("meta"):
@@ -266,8 +266,8 @@ def test_columns_equal_cntk() -> None:
 
 def test_a_codec_of_another_name_is_an_error_that_names_the_nearest() -> None:
     study = ("fp32", "bf16", "fp16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16")
-    known = [*study, *(f"aqgb{bits}" for bits in LEVELS), "aqgb"]
-    assert [name for name in NAMES if name in known] == known
+    expected = [*study, *(f"aqgb{bits}" for bits in LEVELS), "aqgb"]
+    assert [name for name in NAMES if name in expected] == expected
     assert all(codec_named(name).name == name for name in NAMES)
     with pytest.raises(OptionError, match="did you mean 'qsgd8'"):
         codec_named("qsgd_8")
@@ -276,15 +276,15 @@ def test_a_codec_of_another_name_is_an_error_that_names_the_nearest() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
 def test_every_codec_implements_the_interface(name: str, bad: float) -> None:
-    """Cuts between units change no value, error feedback is what coding leaves, and what is not
-    finite is not hidden.
+    """Chunks of complete units decode to the same values, error feedback equals the coding error,
+    and nonfinite values propagate.
     """
     codec = codec_named(name).fitted((96,))
     n, cut = 3 * codec.unit + 5, 2 * codec.unit
     x, before = torch.randn(n), torch.randn(n) if codec.residual else None
     x[1] += bad
     residual = None if before is None else before.clone()
-    found = sent(codec, x, residual=residual)
+    decoded = sent(codec, x, residual=residual)
     assert codec.nbytes(n) % 4 == 0
     assert codec.nbytes(n) <= codec.nbytes(cut) + codec.nbytes(n - cut)
     parts = [
@@ -293,18 +293,18 @@ def test_every_codec_implements_the_interface(name: str, bad: float) -> None:
         )
         for part in (slice(0, cut), slice(cut, n))
     ]
-    assert torch.equal(torch.cat(parts).nan_to_num(3.0), found.nan_to_num(3.0))
+    assert torch.equal(torch.cat(parts).nan_to_num(3.0), decoded.nan_to_num(3.0))
     wire, total = torch.empty(codec.nbytes(n), dtype=torch.uint8), torch.ones(n)
     codec.encode(x, wire, Draw(), None if residual is None else torch.zeros(n))
     codec.decode(wire, once := torch.empty(n))
     codec.decode(wire, total, add=True)
     torch.testing.assert_close(total, once + 1, equal_nan=True)
-    assert found[: codec.unit].isfinite().all() == (bad == 0)
+    assert decoded[: codec.unit].isfinite().all() == (bad == 0)
     if before is None or residual is None:
         return
-    whole = found.isfinite() & x.isfinite()
-    whole[: codec.unit] &= bad == 0
-    torch.testing.assert_close((found + residual)[whole], (x + before)[whole])
+    comparable = decoded.isfinite() & x.isfinite()
+    comparable[: codec.unit] &= bad == 0
+    torch.testing.assert_close((decoded + residual)[comparable], (x + before)[comparable])
     assert residual.isfinite().all()
 
 

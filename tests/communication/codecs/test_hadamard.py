@@ -1,6 +1,4 @@
-"""The randomized Hadamard transform before QSGD: its inverse, its signs, and when it lowers the
-variance of rounding.
-"""
+"""Randomized Hadamard transform before QSGD: inverse, signs, and effect on rounding variance."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def normal(n: int, seed: int = 0) -> Tensor:
 
 
 def coded(codec: Codec, x: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-    """Return the message of values, and the values decoded from it."""
+    """Return the encoded message, and the values decoded from it."""
     wire, result = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8), torch.empty_like(x)
     codec.encode(x, wire, draw)
     codec.decode(wire, result)
@@ -81,7 +79,7 @@ def test_rounding_is_unbiased_and_has_the_computed_variance(name: str) -> None:
     errors = (torch.stack(results) - x).double()
     spread = errors.std(0) / repeats**0.5
     assert float((errors.mean(0).abs() / spread).max()) < 5.5
-    # One rotation stands for all in `variance`, of a few blocks here.
+    # `variance` uses one rotation for all draws, and x has few blocks.
     assert codec.variance(x) == pytest.approx(float(errors.square().sum(1).mean()), rel=0.15)
     x = normal(100_000) ** 3
     errors = (coded(codec, x, Draw(1))[1] - x).double()
@@ -90,7 +88,7 @@ def test_rounding_is_unbiased_and_has_the_computed_variance(name: str) -> None:
 
 @every_rotated
 def test_variance_of_one_rotation_is_exact(name: str) -> None:
-    """Also of a last unit with few values: the inverse spreads the error over all of it."""
+    """This includes a partial last unit, over which the inverse spreads the error."""
     codec = codec_named(name)
     x = normal(codec.unit + 7) ** 3
     errors = []
@@ -109,7 +107,7 @@ def test_variance_of_one_rotation_is_exact(name: str) -> None:
 def test_variance_is_lower_with_heavy_tails(
     plain: str, rotated: str, seed: int, degrees: float
 ) -> None:
-    """Student's t: the magnitude of the largest value of a unit grows with the size of the unit."""
+    """In Student's t distribution, the largest magnitude of a unit grows with the unit size."""
     x = torch.from_numpy(np.random.default_rng(seed).standard_t(degrees, 2**15)).float()
     assert codec_named(rotated).variance(x) < 0.9 * codec_named(plain).variance(x)
 
@@ -127,7 +125,7 @@ def test_variance_of_normal_values_does_not_change(
 
 @tiers.ALL
 def test_variance_of_a_language_model_is_lower() -> None:
-    """GPT-2 of two layers, trained for a few steps on texts of installed packages."""
+    """Two-layer GPT-2, trained for 30 steps on texts of installed packages."""
     task = studied.gpt(1, 0, quick=True)
     optimizer = task.optimizer(task.model.parameters(), task.rate / 3)
     for parts in itertools.islice(itertools.cycle(task.batches()), 30):
@@ -148,13 +146,13 @@ def test_variance_of_a_language_model_is_lower() -> None:
         lower = sum(b < a for a, b in both)
         assert lower >= 0.7 * len(both), "most parameters"
     assert ratios["qsgd4h"] < 0.85 and ratios["qsgd8h"] < 0.85
-    # The embedding has the largest gradient, with light tails in units of 128 values.
+    # The gradient of the embedding is the largest and has light tails in units of 128 values.
     assert ratios["qsgd2h"] > 1
 
 
 @every_pair
 def test_variance_is_higher_with_zeros(plain: str, rotated: str) -> None:
-    """A value of zero has no rounding error, unless it is rotated with others."""
+    """Zero has no rounding error, unless it is rotated with nonzero values."""
     size = UNITS[codec_named(plain).bits]  # type: ignore[attr-defined]
     x = torch.zeros(64, size)
     x[:, :3] = normal(3 * 64).view(64, 3).sign()
@@ -203,9 +201,11 @@ def test_extreme_values(name: str) -> None:
     largest = torch.finfo(torch.float32).max / codec.unit**2
     for x in (torch.full((700,), largest), torch.full((700,), -largest)):
         assert coded(codec, x, Draw(3))[1].isfinite().all()
-    one = torch.zeros(codec.unit)
-    one[5] = 2.0**-120
-    assert torch.equal(coded(codec, one, Draw())[1], one), "all magnitudes equal the scale"
+    x_single = torch.zeros(codec.unit)
+    x_single[5] = 2.0**-120
+    assert torch.equal(coded(codec, x_single, Draw())[1], x_single), (
+        "all magnitudes equal the scale"
+    )
 
 
 @every_rotated

@@ -1,6 +1,4 @@
-"""The kernels of codecs do what their reference does, byte for byte, on every path, on any number
-of threads, in parts or at once.
-"""
+"""Codec kernels compared bitwise with their reference, for each ISA, thread count and chunking."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _EDGE = 4
 
 
 class Guarded:
-    """Bytes with an edge on both sides that nobody may write to."""
+    """Buffer between two guard regions that detect writes out of bounds."""
 
     def __init__(self, nbytes: int) -> None:
         self._all = np.full(nbytes + 2 * _EDGE, 77, np.uint8)
@@ -109,13 +107,13 @@ def test_qsgd(
     )
     expected = reference.qsgd_decoded(wire, n, bits, unit, layout)
     for add in (False, True):
-        found = decoded(
+        values = decoded(
             n,
             lambda y, add=add: native.qsgd_decode(
                 wire.ctypes.data, y, n, bits, unit, layout, add, threads, isa
             ),
         )
-        same(found, expected + np.float32(5) if add else expected)
+        same(values, expected + np.float32(5) if add else expected)
 
 
 @every_isa
@@ -156,13 +154,13 @@ def test_rotated_qsgd(
     blocks = reference.qsgd_decoded(coded, blocks.size, bits, unit, layout)
     expected = reference.rotated_back(blocks, unit, counter)[:n]
     for add in (False, True):
-        found = decoded(
+        values = decoded(
             n,
             lambda y, add=add: native.qsgd_decode(
                 wire.ctypes.data, y, n, bits, unit, layout, add, threads, isa, rotated=True
             ),
         )
-        same(found, expected + np.float32(5) if add else expected)
+        same(values, expected + np.float32(5) if add else expected)
 
 
 @every_isa
@@ -183,9 +181,9 @@ def test_one_bit(isa: str, data: st.DataObject, n: int, unit: int) -> None:
             x.data_ptr(), residual.address, wire, n, unit, threads, isa
         ),
     )
-    expected, left = reference.onebit_encoded(x.numpy(), old.numpy(), unit)
+    expected, remainder = reference.onebit_encoded(x.numpy(), old.numpy(), unit)
     same_means(wire, expected, -(-n // unit))
-    same(residual.taken().view(np.float32), left)
+    same(residual.taken().view(np.float32), remainder)
     without = encoded(
         nbytes, lambda wire: native.onebit_encode(x.data_ptr(), 0, wire, n, unit, threads, isa)
     )
@@ -196,17 +194,17 @@ def test_one_bit(isa: str, data: st.DataObject, n: int, unit: int) -> None:
     )
     values = reference.onebit_decoded(wire, n, unit)
     for add in (False, True):
-        found = decoded(
+        result = decoded(
             n,
             lambda y, add=add: native.onebit_decode(
                 wire.ctypes.data, y, n, unit, add, threads, isa
             ),
         )
-        same(found, values + np.float32(5) if add else values)
+        same(result, values + np.float32(5) if add else values)
 
 
 def same_means(found: NDArray[np.uint8], expected: NDArray[np.uint8], units: int) -> None:
-    """Compares means as numbers, NaN being NaN, and signs as bits."""
+    """Compare means as numbers, with NaN equal to NaN, and signs as bits."""
     same(found[: 8 * units].view(np.float32), expected[: 8 * units].view(np.float32))
     np.testing.assert_array_equal(found[8 * units :], expected[8 * units :])
 
@@ -233,29 +231,29 @@ def test_truncation(isa: str, data: st.DataObject, n: int, bits: int, partition:
         nbytes,
         lambda wire: call(x.data_ptr(), residual.address, wire, n, bits, partition, threads, isa),
     )
-    expected, left = reference.truncate_encoded(x.numpy(), old.numpy(), bits, partition)
+    expected, remainder = reference.truncate_encoded(x.numpy(), old.numpy(), bits, partition)
     with np.errstate(all="ignore"):
-        kept = reference.truncated(x.numpy() + old.numpy(), bits)
-    if not np.isnan(kept).any():
+        values = reference.truncated(x.numpy() + old.numpy(), bits)
+    if not np.isnan(values).any():
         np.testing.assert_array_equal(wire, expected)
-    same(residual.taken().view(np.float32), left)
+    same(residual.taken().view(np.float32), remainder)
     for add in (False, True):
-        found = decoded(
+        result = decoded(
             n,
             lambda y, add=add: native.truncate_decode(
                 wire.ctypes.data, nbytes, y, n, add, threads, isa
             ),
         )
-        same(found, kept + np.float32(5) if add else kept)
+        same(result, values + np.float32(5) if add else values)
 
 
 @given(data=st.data(), bits=BITS, unit=UNITS, layout=LAYOUTS, seed=SEEDS, cut=st.integers(0, 4))
 def test_chunks_equal_the_full_tensor(
     data: st.DataObject, bits: int, unit: int, layout: str, seed: int, cut: int
 ) -> None:
-    n, at = 4 * unit - 5, min(cut * unit, 4 * unit - 5)
+    n, position = 4 * unit - 5, min(cut * unit, 4 * unit - 5)
     x = data.draw(vectors(n, finite=True))
-    whole = reference.qsgd_decoded(
+    expected = reference.qsgd_decoded(
         qsgd(x, bits, unit, "max", layout, seed, 3), n, bits, unit, layout
     )
     parts = [
@@ -266,16 +264,16 @@ def test_chunks_equal_the_full_tensor(
             unit,
             layout,
         )
-        for part, first in ((x[:at], 0), (x[at:], at))
+        for part, first in ((x[:position], 0), (x[position:], position))
     ]
-    same(np.concatenate(parts), whole)
+    same(np.concatenate(parts), expected)
 
 
 @every_isa
 @pytest.mark.parametrize("shift", [0, 4])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_long_messages_are_decoded_as_chunks(isa: str, shift: int, threads: int) -> None:
-    """It is written past them from where a line begins, and as anything else from elsewhere."""
+    """With `last`, stores to aligned addresses bypass the caches, and other stores do not."""
     n, unit = 2**19 + 77, 512
     x = torch.randn(n, generator=torch.Generator().manual_seed(1))
     room = torch.full((n + 64,), 5.0)
@@ -318,11 +316,11 @@ def test_denormals_do_not_depend_on_flushing(isa: str) -> None:
     expected = qsgd(x, 8, 64, "max", "sign", 1, 2, isa=isa)
     assert torch.set_flush_denormal(True)
     try:
-        found = qsgd(x, 8, 64, "max", "sign", 1, 2, isa=isa)
+        message = qsgd(x, 8, 64, "max", "sign", 1, 2, isa=isa)
     finally:
         torch.set_flush_denormal(False)
-    np.testing.assert_array_equal(found, expected)
-    assert np.abs(reference.qsgd_decoded(found, 128, 8, 64, "sign")).max() == np.float32(1e-38)
+    np.testing.assert_array_equal(message, expected)
+    assert np.abs(reference.qsgd_decoded(message, 128, 8, 64, "sign")).max() == np.float32(1e-38)
 
 
 def test_streams_and_steps_draw_other_numbers() -> None:
@@ -363,12 +361,12 @@ def test_invalid_headers_are_errors_without_overflow(harm: str) -> None:
     wire = encoded(
         nbytes, lambda wire: native.truncate_encode(x.data_ptr(), 0, wire, 1000, 12, 420)
     )
-    heads = wire.view(np.uint32)
+    headers = wire.view(np.uint32)
     size = nbytes - 8 if harm == "cut" else nbytes
     if harm == "level":
-        heads[0] |= 7
+        headers[0] |= 7
     if harm == "count":
-        heads[0] += 8
+        headers[0] += 8
     values = Guarded(4000)
     n = 999 if harm == "more" else 1000
     with pytest.raises(ValueError, match="headers"):

@@ -1,4 +1,4 @@
-"""`@qsync_fx.rewrite`: what it finds, and what it puts in."""
+"""`@qsync_fx.rewrite`: matches and replacements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _fresh() -> None:
     torch._dynamo.reset()
 
 
-# What is found, and what it becomes.
+# Matches and their replacements.
 
 
 def test_every_match_is_replaced() -> None:
@@ -42,10 +42,10 @@ def test_every_match_is_replaced() -> None:
     assert names == ["layer_norm", "t", "addmm", "gelu", "t", "addmm", "gelu", "dropout"]
     model, x = build(Net), torch.randn(4, 8)
     output, grads = step(model, model, x)
-    found, found_grads = step(compiled(model, precision="fp32", passes=[fuse]), model, x)
-    assert torch.allclose(found, output, atol=1e-6)
-    assert found_grads.keys() == grads.keys()
-    assert all(torch.allclose(found_grads[name], grads[name], atol=1e-6) for name in grads)
+    actual, actual_grads = step(compiled(model, precision="fp32", passes=[fuse]), model, x)
+    assert torch.allclose(actual, output, atol=1e-6)
+    assert actual_grads.keys() == grads.keys()
+    assert all(torch.allclose(actual_grads[name], grads[name], atol=1e-6) for name in grads)
 
 
 def test_replacement_has_ids_kinds_reasons_and_lines() -> None:
@@ -75,18 +75,18 @@ def test_plan_applies_to_the_replacement() -> None:
 
 
 def test_operator_with_an_equal_name_retains_its_id() -> None:
-    """So that a plan made without the rewrite still means the same."""
+    """A plan made without the rewrite selects the same operators with it."""
 
     def put(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.linear(x * 1.0, weight, bias)
 
     plan = Plan("fp32", operators={"first/linear": "int8", "second/linear": "bf16"})
-    found = {
+    precisions = {
         str(op.id): str(op.precision)
         for op in explained(rewriting(linear, put), precision=None, plan=plan).operators
         if op.kind == "adjustable"
     }
-    assert (found["first/linear"], found["second/linear"]) == ("int8", "bf16")
+    assert (precisions["first/linear"], precisions["second/linear"]) == ("int8", "bf16")
 
 
 def test_the_pattern_is_spelled_as_the_model_is() -> None:
@@ -124,8 +124,8 @@ def test_several_results() -> None:
         return x.sin(), x.cos()
 
     def put(x: Tensor) -> tuple[Tensor, Tensor]:
-        turned = torch.polar(torch.ones_like(x), x)
-        return turned.imag.contiguous(), turned.real.contiguous()
+        phasor = torch.polar(torch.ones_like(x), x)
+        return phasor.imag.contiguous(), phasor.real.contiguous()
 
     def model(x: Tensor) -> Tensor:
         return torch.tanh(x).sin() + torch.tanh(x).cos() + x.sin() * x.cos()
@@ -192,7 +192,7 @@ def test_a_replacement_may_give_back_an_argument() -> None:
     assert [op.id.operator for op in explanation.operators] == ["add"]
 
 
-# Numbers.
+# Constants and sizes.
 
 
 def test_constants_of_the_pattern_must_be_equal() -> None:
@@ -208,24 +208,24 @@ def test_constants_of_the_pattern_must_be_equal() -> None:
 
 
 def test_arguments_with_defaults_stand_for_any_value() -> None:
-    seen = []
+    calls = []
 
     def find(x: Tensor, p: float = 0.1, training: bool = True) -> Tensor:
         return F.dropout(x, p, training)
 
     def put(match: qsync_fx.Match, x: Tensor, p: float, training: bool) -> Tensor:
-        seen.append((match["p"], p, training))
+        calls.append((match["p"], p, training))
         return x * (1 - p)
 
     for p, training in ((0.25, True), (0.1, False), (0.1, True)):
         model = build(lambda p=p: Net(p)).train(training)
         assert places(explained(rewriting(find, put), model=model)) == {"find": 1}
-    assert seen == [(0.25, 0.25, True), (0.1, 0.1, False), (0.1, 0.1, True)]
+    assert calls == [(0.25, 0.25, True), (0.1, 0.1, False), (0.1, 0.1, True)]
 
 
 def test_numbers_that_sizes_decide() -> None:
-    """`weight.shape` is [8] in one graph and symbolic in another; what the pattern makes of it is
-    compared there.
+    """`weight.shape` is [8] in one graph and symbolic in another; sizes that the pattern derives
+    from it are compared in each graph.
     """
 
     def find(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

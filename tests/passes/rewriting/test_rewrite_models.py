@@ -1,4 +1,4 @@
-"""Tests of the rewrites in docs/howto-rewrite.md on a BERT, a checkpointed BERT and a ViT."""
+"""Rewrites of docs/howto-rewrite.md on a BERT, a checkpointed BERT and a ViT."""
 
 from __future__ import annotations
 
@@ -34,19 +34,27 @@ def _fresh() -> None:
 
 
 def written(name: str, model: nn.Module) -> tuple[Any, dict[str, Any]]:
-    """Runs a block of the page for a model; returns the rewrite, and all that the block defines."""
-    known: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "qsync_fx": qsync_fx, "net": model}
+    """Run a block of the page for a model; return the rewrite, and all names that the block
+    defines.
+    """
+    namespace: dict[str, Any] = {
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+        "qsync_fx": qsync_fx,
+        "net": model,
+    }
     if name == "fused" and not hasattr(torch.ops.fused, "gelu_norm"):
-        exec(OPERATOR, known)
-    known.setdefault("fused_gelu_norm", getattr(torch.ops.fused, "gelu_norm", None))
+        exec(OPERATOR, namespace)
+    namespace.setdefault("fused_gelu_norm", getattr(torch.ops.fused, "gelu_norm", None))
     torch.manual_seed(5)
-    exec(BLOCKS[name], known)
-    (found,) = {
+    exec(BLOCKS[name], namespace)
+    (rewrite,) = {
         id(value): value
-        for value in known.values()
+        for value in namespace.values()
         if isinstance(value, qsync_fx.passes.pass_base.GraphPass)
     }.values()
-    return found, known
+    return rewrite, namespace
 
 
 def made(name: str) -> tuple[nn.Module, Inputs]:
@@ -91,22 +99,22 @@ def test_a_fused_operator(case: str) -> None:
     model, inputs = made(case)
     rewrite, _ = written("fused", model)
     assert places(rewrite, model, inputs) == {"bert": 1, "vit": 0}[case]
-    wanted = step(model, model, inputs)
-    found = step(fast(model, rewrite), model, inputs)
-    assert torch.allclose(found[0], wanted[0], rtol=1e-5)
-    close(found[1], wanted[1])
+    expected = step(model, model, inputs)
+    actual = step(fast(model, rewrite), model, inputs)
+    assert torch.allclose(actual[0], expected[0], rtol=1e-5)
+    close(actual[1], expected[1])
 
 
 @tiers.ALL
 @pytest.mark.parametrize("case", ["vit", pytest.param("bert_recomputing", marks=tiers.EVERY)])
 def test_a_low_rank_adapter(case: str) -> None:
     model, inputs = made(case)
-    rewrite, known = written("adapter", model)
-    adapters = known["adapters"]
+    rewrite, namespace = written("adapter", model)
+    adapters = namespace["adapters"]
     assert places(rewrite, model, inputs) == len(adapters) > 0
 
     def with_adapters(model: nn.Module) -> nn.Module:
-        """The same model with modules that hold their adapters, as one would write it."""
+        """Return a copy of the model with the adapters as forward hooks."""
         changed = copy.deepcopy(model)
         for name, adapter in adapters.items():
 
@@ -135,15 +143,17 @@ def test_a_low_rank_adapter(case: str) -> None:
         return losses, [p.detach().clone() for p in weights]
 
     plain = with_adapters(model.requires_grad_(False))
-    wanted, wanted_weights = trained(plain)
-    found, found_weights = trained(fast(model, rewrite))
-    assert found == pytest.approx(wanted, rel=1e-4)
-    assert found[-1] < found[0]
-    for one, other, start in zip(found_weights, wanted_weights, before, strict=True):
-        assert torch.allclose(one, other, rtol=1e-3, atol=1e-5)
-        assert not torch.equal(one, start)
+    expected_losses, expected_weights = trained(plain)
+    actual_losses, actual_weights = trained(fast(model, rewrite))
+    assert actual_losses == pytest.approx(expected_losses, rel=1e-4)
+    assert actual_losses[-1] < actual_losses[0]
+    for actual, expected, start in zip(actual_weights, expected_weights, before, strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-3, atol=1e-5)
+        assert not torch.equal(actual, start)
     assert all(p.grad is None for p in model.parameters())
-    assert trained(fast(model, rewrite, precision="int8"))[0] == pytest.approx(wanted, rel=0.02)
+    assert trained(fast(model, rewrite, precision="int8"))[0] == pytest.approx(
+        expected_losses, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("case", ["vit", pytest.param("bert", marks=tiers.ALL)])
@@ -157,22 +167,23 @@ def test_a_fake_quantizer(case: str) -> None:
             with torch.no_grad():
                 scale = layer.weight.abs().amax() / 7
                 layer.weight.copy_((layer.weight / scale).round() * scale)
-    # Tied weights are used by layers that are not quantized too, which have them as they are.
+    # The reference quantizes a tied weight for all its readers, the rewrite only for the linear
+    # layers.
     tied = case.startswith("bert")
-    wanted = step(coarse, coarse, inputs)
-    found = step(fast(model, rewrite), model, inputs)
+    expected = step(coarse, coarse, inputs)
+    actual = step(fast(model, rewrite), model, inputs)
     if not tied:
-        assert torch.allclose(found[0], wanted[0], rtol=1e-5)
-        close(found[1], wanted[1])
-    assert found[1].keys() == wanted[1].keys()
-    assert not torch.equal(found[0], step(model, model, inputs)[0])
+        assert torch.allclose(actual[0], expected[0], rtol=1e-5)
+        close(actual[1], expected[1])
+    assert actual[1].keys() == expected[1].keys()
+    assert not torch.equal(actual[0], step(model, model, inputs)[0])
 
 
 @pytest.mark.parametrize("case", ["vit", pytest.param("bert_recomputing", marks=tiers.ALL)])
 def test_a_tap(case: str) -> None:
     model, inputs = made(case)
-    rewrite, known = written("tap", model)
-    largest = known["largest"]
+    rewrite, namespace = written("tap", model)
+    largest = namespace["largest"]
     assert places(rewrite, model, inputs) == len(largest) == LAYERS[case]
     read: dict[str, float] = {}
     watched = copy.deepcopy(model)
@@ -182,12 +193,12 @@ def test_a_tap(case: str) -> None:
             read[name] = float(args[0].detach().abs().amax())
 
         watched.get_submodule(name).register_forward_pre_hook(note)
-    wanted = step(watched, watched, inputs)
+    expected = step(watched, watched, inputs)
     plain = step(fast(model), model, inputs)
-    found = step(fast(model, rewrite), model, inputs)
-    assert torch.equal(found[0], plain[0])
-    assert_equal(found[1], plain[1])
-    close(found[1], wanted[1])
+    actual = step(fast(model, rewrite), model, inputs)
+    assert torch.equal(actual[0], plain[0])
+    assert_equal(actual[1], plain[1])
+    close(actual[1], expected[1])
     assert {name: float(value) for name, value in largest.items()} == pytest.approx(read, rel=1e-4)
 
 

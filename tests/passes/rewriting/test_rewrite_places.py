@@ -1,4 +1,4 @@
-"""`@qsync_fx.rewrite`: which places it leaves alone, and those in bodies, regions and several
+"""`@qsync_fx.rewrite`: matches that it skips, and matches in bodies, autocast regions and several
 frames.
 """
 
@@ -55,7 +55,7 @@ def test_a_guard_that_fails_is_named() -> None:
         compiled(build(Net), passes=[broken])(torch.randn(4, 8))
 
 
-# What is left alone.
+# Skipped matches.
 
 
 def test_match_with_an_external_reader_is_skipped_and_reported() -> None:
@@ -131,16 +131,18 @@ def test_bodies_of_higher_order_operators() -> None:
     plain, recomputed = build(Net), build(Recomputed)
     x = torch.randn(4, 8)
     assert places(explained(fuse, model=recomputed)) == {"linear": 2}
-    wanted, wanted_grads = step(compiled(plain, precision="int8", passes=[fuse]), plain, x)
-    wanted_scale, scale.grad = scale.grad, None
-    found, found_grads = step(compiled(recomputed, precision="int8", passes=[fuse]), recomputed, x)
-    assert torch.equal(found, wanted)
+    expected, expected_grads = step(compiled(plain, precision="int8", passes=[fuse]), plain, x)
+    expected_scale, scale.grad = scale.grad, None
+    actual, actual_grads = step(
+        compiled(recomputed, precision="int8", passes=[fuse]), recomputed, x
+    )
+    assert torch.equal(actual, expected)
     assert_equal(
-        {name.removeprefix("net."): grad for name, grad in found_grads.items()}, wanted_grads
+        {name.removeprefix("net."): grad for name, grad in actual_grads.items()}, expected_grads
     )
     assert scale.grad is not None
-    assert wanted_scale is not None
-    assert torch.allclose(scale.grad, wanted_scale)
+    assert expected_scale is not None
+    assert torch.allclose(scale.grad, expected_scale)
 
 
 def test_regions_of_autocast() -> None:
@@ -152,8 +154,8 @@ def test_regions_of_autocast() -> None:
         return y.float().sum() + model.second(F.gelu(model.first(x))).sum()
 
     fuse = rewriting(linear, lambda x, weight, bias: F.linear(x, weight * 1, bias))
-    found = explained(fuse, model=run, precision=None)
-    assert places(found) == {"linear": 3}
+    explanation = explained(fuse, model=run, precision=None)
+    assert places(explanation) == {"linear": 3}
     assert torch.allclose(compiled(run, passes=[fuse], precision="fp32")(x), run(x), atol=0.05)
 
 

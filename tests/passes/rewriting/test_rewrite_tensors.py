@@ -1,5 +1,5 @@
-"""`@qsync_fx.rewrite`: tensors that a replacement refers to, and replacements and patterns that
-cannot be.
+"""`@qsync_fx.rewrite`: tensors that a replacement refers to, and invalid replacements and
+patterns.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_parameters_that_a_replacement_refers_to_train(inner_backend: str) -> No
             losses.append(loss.detach())
         return losses, [p.detach().clone() for p in parameters]
 
-    wanted = trained(build(Written))
+    expected = trained(build(Written))
     fast = torch.compile(
         build(Net),
         backend="qsync",
@@ -75,10 +75,12 @@ def test_parameters_that_a_replacement_refers_to_train(inner_backend: str) -> No
             "passes": [rewriting(linear, put)],
         },
     )
-    found = trained(fast)
+    actual = trained(fast)
     assert not any(torch.equal(p, value) for p, value in zip(parameters, before, strict=True))
-    for one, other in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
+    for result, reference in zip(
+        (*actual[0], *actual[1]), (*expected[0], *expected[1]), strict=True
+    ):
+        assert torch.allclose(result, reference, atol=1e-6)
 
 
 @pytest.mark.parametrize("inner_backend", INNER)
@@ -122,8 +124,10 @@ def test_a_tensor_that_the_graph_has_already_is_in_it_once() -> None:
         return F.linear(x, weight, bias) * model.norm.weight.sum()
 
     fuse = rewriting(linear, put)
-    found = explained(fuse, model=model)
-    assert not [node for node in found.graph_module("linear").graph.nodes if node.op == "get_attr"]
+    explanation = explained(fuse, model=model)
+    assert not [
+        node for node in explanation.graph_module("linear").graph.nodes if node.op == "get_attr"
+    ]
     x = torch.randn(4, 8)
     _, grads = step(compiled(model, precision="fp32", passes=[fuse]), model, x)
     exact = build(Net)
@@ -132,8 +136,8 @@ def test_a_tensor_that_the_graph_has_already_is_in_it_once() -> None:
         scale = exact.norm.weight.sum()
         return F.gelu(exact.second(F.gelu(exact.first(exact.norm(x)) * scale)) * scale)
 
-    _, wanted = step(written, exact, x)
-    assert all(torch.allclose(grads[name], wanted[name], rtol=1e-4) for name in wanted)
+    _, expected = step(written, exact, x)
+    assert all(torch.allclose(grads[name], expected[name], rtol=1e-4) for name in expected)
 
 
 def test_operators_with_a_custom_backward() -> None:
@@ -149,13 +153,13 @@ def test_operators_with_a_custom_backward() -> None:
         lambda x, weight, bias: F.linear(x, doubled(weight), bias),
         where=lambda match: match.module == "second",
     )
-    _, wanted = step(model, model, x)
-    _, found = step(compiled(model, precision="fp32", passes=[fuse]), model, x)
-    assert torch.allclose(found["second.weight"], 2 * wanted["second.weight"], rtol=1e-4)
-    assert torch.allclose(found["first.weight"], wanted["first.weight"], rtol=1e-4, atol=1e-7)
+    _, expected = step(model, model, x)
+    _, actual = step(compiled(model, precision="fp32", passes=[fuse]), model, x)
+    assert torch.allclose(actual["second.weight"], 2 * expected["second.weight"], rtol=1e-4)
+    assert torch.allclose(actual["first.weight"], expected["first.weight"], rtol=1e-4, atol=1e-7)
 
 
-# What cannot be.
+# Invalid replacements and patterns.
 
 
 class Rounded(torch.autograd.Function):

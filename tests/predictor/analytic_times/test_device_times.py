@@ -1,6 +1,4 @@
-"""How long a model's operators take on a device of the catalog: products by their sides, which are
-found from what they read and make.
-"""
+"""Operator times on a device of the catalog, with product shapes inferred from tensor sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ T4 = get("t4")
 
 
 class Wide(nn.Module):
-    """Layers large enough that what they take is not their launch."""
+    """A model whose layers take much longer than their launch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,9 +68,9 @@ def graph_of(name: str, target: str | None = "t4") -> ModelGraph:
 def test_convolution_shapes_equal_the_layers() -> None:
     model = dict(resnet()[0].named_modules())
     times = DeviceTimes(T4, graph_of("resnet"))
-    found = {op.id: times.sides(op.id) for op in times.graph.operators if op.row == "conv2d"}
-    assert len(found) == 7
-    for name, sides in found.items():
+    shapes = {op.id: times.sides(op.id) for op in times.graph.operators if op.row == "conv2d"}
+    assert len(shapes) == 7
+    for name, sides in shapes.items():
         layer = model[name.partition("/")[0]]
         assert isinstance(layer, nn.Conv2d)
         assert isinstance(sides, ConvolutionShape)
@@ -86,10 +84,10 @@ def test_convolution_shapes_equal_the_layers() -> None:
 
 def test_product_shapes_equal_the_factors() -> None:
     times = DeviceTimes(T4, graph_of("wide"))
-    found = {
+    shapes = {
         op.id: times.sides(op.id) for op in times.graph.operators if times.sides(op.id) is not None
     }
-    assert list(found.values()) == [
+    assert list(shapes.values()) == [
         ProductShape(8, 128, 128, 1024),
         ProductShape(1, 1024, 4096, 1024),
         ProductShape(1, 1024, 1024, 4096),
@@ -102,7 +100,7 @@ def test_product_shapes_equal_the_factors() -> None:
 def test_four_numbers_give_the_four_sides_of_a_product(sides: tuple[int, ...]) -> None:
     b, m, n, k = sides
     assert product(b * m * k, b * k * n, b * m * n, 2 * b * m * n * k) == ProductShape(b, m, n, k)
-    # Other numbers may be those of other sides: (2, 2, 2) is twice (1, 1, 1).
+    # Changed sizes may fit another shape: (2, 2, 2) is a batch of two products of (1, 1, 1).
     sizes = b * m * k + 1, b * k * n, b * m * n
     other = product(*sizes, 2 * b * m * n * k)
     if other is not None:
@@ -126,24 +124,24 @@ def test_convolution_shape_matches_its_bytes(
     r, stride, padding = window
     layer = nn.Conv2d(c, k, r, stride, padding, device="meta")
     result = layer(torch.empty(n, c, *size, device="meta"))
-    found = convolution(n * c * size[0] * size[1], layer.weight.numel(), tuple(result.shape))
-    assert found is not None
-    other = nn.Conv2d(found.c, found.k, found.r, found.stride, found.padding, device="meta")
+    shape = convolution(n * c * size[0] * size[1], layer.weight.numel(), tuple(result.shape))
+    assert shape is not None
+    other = nn.Conv2d(shape.c, shape.k, shape.r, shape.stride, shape.padding, device="meta")
     assert other.weight.numel() == layer.weight.numel()
     assert (
-        other(torch.empty(found.n, found.c, found.h, found.w, device="meta")).shape == result.shape
+        other(torch.empty(shape.n, shape.c, shape.h, shape.w, device="meta")).shape == result.shape
     )
-    assert found.n * found.c * found.h * found.w == n * c * size[0] * size[1]
+    assert shape.n * shape.c * shape.h * shape.w == n * c * size[0] * size[1]
 
 
 def test_layer_time_is_the_sum_of_its_three_products() -> None:
     graph, fp16 = graph_of("wide"), FORMATS["fp16"]
     times = DeviceTimes(T4, graph)
-    found = times.operator("up/linear", OperandState(fp16, fp16))
-    assert found.interpolated
-    assert found.forward == T4.gemm_seconds(4096, 1024, 1024, "fp16", "tn")
-    # Nobody asks for the gradient of the input of the first layer.
-    assert found.backward == T4.gemm_seconds(1024, 4096, 1024, "fp16", "nt")
+    seconds = times.operator("up/linear", OperandState(fp16, fp16))
+    assert seconds.interpolated
+    assert seconds.forward == T4.gemm_seconds(4096, 1024, 1024, "fp16", "tn")
+    # The input of the first layer requires no gradient.
+    assert seconds.backward == T4.gemm_seconds(1024, 4096, 1024, "fp16", "nt")
     both = times.operator("down/linear", OperandState(fp16, fp16)).backward
     assert both == T4.gemm_seconds(4096, 1024, 1024, "fp16", "nn") + T4.gemm_seconds(
         4096, 1024, 1024, "fp16", "nt"
@@ -174,9 +172,9 @@ def test_every_state_of_every_operator_has_a_time_and_a_plan_a_schedule(name: st
             state = OperandState(
                 FORMATS[precision] if precision else None, FORMATS[output] if output else None
             )
-            found = times.operator(operator.id, state)
-            assert 0 <= found.forward < 1
-            assert 0 <= found.backward < 1
+            seconds = times.operator(operator.id, state)
+            assert 0 <= seconds.forward < 1
+            assert 0 <= seconds.backward < 1
     for fmt in ("fp32", "fp16", "int8"):
         schedule = scheduled(states(graph, Plan.uniform(fmt)), times)
         assert schedule.seconds > 0
@@ -191,18 +189,18 @@ def test_recomputation_time_is_counted() -> None:
     outside = next(op for op in graph.operators if not op.repeated and times.sides(op.id))
     for operator in inside:
         state = next(OperandState(FORMATS[a or ""], FORMATS[b or ""]) for a, b in operator.costs)
-        found = times.operator(operator.id, state)
-        assert found.backward > 2 * found.forward * 0.9
+        seconds = times.operator(operator.id, state)
+        assert seconds.backward > 2 * seconds.forward * 0.9
     assert times.operator(outside.id, OperandState(fp32, fp32)).forward > 0
 
 
 def test_cast_time_follows_from_bytes() -> None:
     times = DeviceTimes(T4, graph_of("wide"))
-    there = times.cast("up/linear", "fp32", "fp16", 10**7, True)
-    assert there.forward == there.backward == T4.cast_seconds("fp32", "fp16", 10**7)
+    cast = times.cast("up/linear", "fp32", "fp16", 10**7, True)
+    assert cast.forward == cast.backward == T4.cast_seconds("fp32", "fp16", 10**7)
     assert times.cast("up/linear", "fp32", "fp16", 10**7, False).backward == 0
     quantized = times.cast("up/linear", "fp32", "int8", 10**7, True)
-    assert quantized.backward == 0 < there.forward < quantized.forward
+    assert quantized.backward == 0 < cast.forward < quantized.forward
     assert times.cast("up/linear", "fp16", "fp16", 10**7, True).forward == 0
     assert times.outside().forward == times.outside().backward == 0
 
@@ -249,11 +247,11 @@ def test_convolution_time_is_found_for_another_batch() -> None:
                 qsync_fx.explain(model, x, options={"target": "t4"}), ["fp32", "fp16"]
             )
         )
-    symbolic, there = graphs
+    symbolic, static = graphs
     sized = symbolic.at(batch=8)
-    assert [op.shape for op in sized.operators] == [op.shape for op in there.operators]
-    ours, theirs = DeviceTimes(T4, sized), DeviceTimes(T4, there)
-    for operator in there.operators:
+    assert [op.shape for op in sized.operators] == [op.shape for op in static.operators]
+    ours, theirs = DeviceTimes(T4, sized), DeviceTimes(T4, static)
+    for operator in static.operators:
         assert ours.sides(operator.id) == theirs.sides(operator.id)
         assert ("conv" in operator.row) == isinstance(theirs.sides(operator.id), ConvolutionShape)
         for names in operator.costs:

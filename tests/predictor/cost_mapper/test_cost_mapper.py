@@ -1,6 +1,4 @@
-"""The cost mapper: a plan changed operator by operator takes what the whole plan takes, and what is
-taken back was never there.
-"""
+"""The cost mapper: incremental changes of a plan, undo, totals and schedules."""
 
 from __future__ import annotations
 
@@ -29,7 +27,8 @@ TIMES = DrawnTimes()
 
 def total(schedule: Schedule, *parts: Part) -> tuple[float, float]:
     forward, backward = (
-        (e.seconds for e in way if e.part in parts) for way in (schedule.forward, schedule.backward)
+        (e.seconds for e in entries if e.part in parts)
+        for entries in (schedule.forward, schedule.backward)
     )
     return sum(forward), sum(backward)
 
@@ -42,15 +41,15 @@ def test_changes_add_up_to_the_plan(name: str, data: st.DataObject) -> None:
     first = Plan(operators=dict.fromkeys(ids, data.draw(st.sampled_from(FORMATS))))
     mapper = CostMapper(graph, TIMES, first)
     now = [dict.fromkeys(ids, str(first.operators[next(iter(first.operators))]))]
-    for which, fmt, back in data.draw(
+    for operator, fmt, back in data.draw(
         st.lists(st.tuples(st.sampled_from(ids), st.sampled_from(FORMATS), st.booleans()))
     ):
         if back and len(now) > 1:
             mapper.undo()
             now.pop()
         else:
-            mapper.set(which, fmt)
-            now.append({**now[-1], which: fmt})
+            mapper.set(operator, fmt)
+            now.append({**now[-1], operator: fmt})
     afresh = CostMapper(graph, TIMES, now[-1])
     assert mapper.totals == afresh.totals
     assert mapper.states() == states(graph, now[-1])
@@ -66,40 +65,45 @@ def test_changes_add_up_to_the_plan(name: str, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_totals_equal_the_schedule(name: str, data: st.DataObject) -> None:
     mapper = CostMapper(graph_of(name), TIMES, data.draw(plans(name)))
-    found, totals = mapper.schedule(), mapper.totals
-    assert total(found, Part.FORWARD, Part.BACKWARD) == pytest.approx(
+    schedule, totals = mapper.schedule(), mapper.totals
+    assert total(schedule, Part.FORWARD, Part.BACKWARD) == pytest.approx(
         (totals.forward, totals.backward)
     )
-    assert total(found, Part.CAST) == pytest.approx(
+    assert total(schedule, Part.CAST) == pytest.approx(
         (totals.casts, totals.casts_backward + totals.unpacking)
     )
-    assert found.seconds == pytest.approx(mapper.seconds)
+    assert schedule.seconds == pytest.approx(mapper.seconds)
 
 
 def test_gradient_is_complete_after_its_last_reader() -> None:
     mapper = CostMapper(graph_of("broken"), TIMES, Plan.uniform("int8"))
-    found = mapper.schedule()
-    assert [parameter.path for parameter in found.parameters] == [
+    schedule = mapper.schedule()
+    assert [parameter.path for parameter in schedule.parameters] == [
         "second.weight",
         "second.bias",
         "first.weight",
         "first.bias",
     ]
-    assert {parameter.numel for parameter in found.parameters} == {64, 8}
-    for path, at in found.ready.items():
-        assert found.backward[at].operator == f"{path.partition('.')[0]}/linear"
-    assert found.ready["second.weight"] < found.ready["first.weight"] == len(found.backward) - 1
+    assert {parameter.numel for parameter in schedule.parameters} == {64, 8}
+    for path, index in schedule.ready.items():
+        assert schedule.backward[index].operator == f"{path.partition('.')[0]}/linear"
+    assert (
+        schedule.ready["second.weight"]
+        < schedule.ready["first.weight"]
+        == len(schedule.backward) - 1
+    )
     ends = mapper.schedule(whole_graphs=True).ready
-    assert ends == found.ready, "each graph has one layer"
+    assert ends == schedule.ready, "each graph has one layer"
 
 
 def test_a_shared_weight_waits_for_its_first_reader() -> None:
     graph = graph_of("tied")
-    found = CostMapper(graph, TIMES, Plan.uniform("bf16")).schedule()
+    schedule = CostMapper(graph, TIMES, Plan.uniform("bf16")).schedule()
     (shared,) = graph.parameters
-    assert [graph.operators[at].row for at in shared.readers] == ["embedding", "linear"]
+    assert [graph.operators[index].row for index in shared.readers] == ["embedding", "linear"]
     assert (
-        found.backward[found.ready[shared.path]].operator == graph.operators[min(shared.readers)].id
+        schedule.backward[schedule.ready[shared.path]].operator
+        == graph.operators[min(shared.readers)].id
     )
 
 
@@ -115,7 +119,7 @@ def test_unpacking_applies_to_tensors_saved_in_scaled_formats() -> None:
     graph = graph_of("mlp")
     assert CostMapper(graph, TIMES, Plan.uniform("bf16")).totals.unpacking == 0
     mapper = CostMapper(graph, TIMES, {"0/linear": "int8", "2/linear": "bf16", "4/linear": "bf16"})
-    # Nobody wants the gradient of the model's input, so the weight is not kept.
+    # The model's input requires no gradient, so the weight is not saved.
     assert [graph.values[cast.value].name for cast in mapper.states().unpacked] == ["input_1"]
     assert mapper.totals.unpacking > 0
     mapper.set("0/linear", "int8_grad")

@@ -1,6 +1,4 @@
-"""What a plan makes of a model is predicted from its graph as the passes decide it: states, casts
-and costs.
-"""
+"""States, casts and costs of a plan on a model graph, compared with the passes."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ torch.set_num_threads(1)
 
 
 def called(node: str, graph: int) -> str:
-    """How a node of one of several graphs is called in the whole model."""
+    """Return the name in the model graph of a node of one of its graphs."""
     return f"{graph}:{node}" if graph else node
 
 
@@ -35,13 +33,13 @@ def agree(found: States, told: Explanation) -> None:
         assert found.names[found.graph.place(name)] == OperandState.of(op.note).names, name
         assert op.note.cost is not None
         number = found.graph.operator(name).graph
-        kept = {
-            (called(tensor, number), how): size
-            for (tensor, how), size in op.note.cost.saved.items()
+        saved = {
+            (called(tensor, number), fmt): size
+            for (tensor, fmt), size in op.note.cost.saved.items()
         }
-        assert cost_of(found, name) == dataclasses.replace(op.note.cost, saved=kept), name
+        assert cost_of(found, name) == dataclasses.replace(op.note.cost, saved=saved), name
     expected: Counter[tuple[object, ...]] = Counter()
-    for at, part in enumerate(told.graphs):
+    for index, part in enumerate(told.graphs):
         flow = part.costing.flow
         for cast in casts(
             flow,
@@ -49,7 +47,7 @@ def agree(found: States, told: Explanation) -> None:
             part.costing.places,
         ):
             assert cast.owner is not None
-            source = called(cast.source.name, at)
+            source = called(cast.source.name, index)
             expected[
                 str(flow.by_node[cast.owner].id),
                 source,

@@ -1,4 +1,4 @@
-"""Depths, and the paper's indicator to the letter."""
+"""Depths of operators, and the indicator of QSync."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from qsync_fx.predictor.indicator.rounding_variance import noise
 
 
 def test_a_depth_is_the_longest_path() -> None:
-    """A residual block of two layers: breadth first, what adds them up would be as deep as the
-    first.
-    """
+    """A breadth-first search would reach this block's addition by its short branch."""
     inputs = {"x": [], "a": ["x"], "b": ["a"], "add": ["x", "b"], "c": ["add"]}
     assert depths(inputs, "abc") == {"x": 0, "a": 1, "b": 2, "add": 2, "c": 3}
 
@@ -33,7 +31,7 @@ def test_common_exponent_overestimates_the_noise() -> None:
     assert formulas.moments(x, fp16).spread / 6 > 20 * float(noise(x, fp16).sum())
     assert formulas.moments(x, fp16).spread == pytest.approx(
         x.numel() * 2.0 ** (2 * (2 - 9))
-    )  # k = 9, the largest is above 4
+    )  # k = 9; the largest element is above 4
     assert formulas.moments(torch.zeros(3), fp16).spread == 3 * 2.0 ** (2 * (-14 - 9))
     assert formulas.moments(torch.empty(0), fp16).square == 0
 

@@ -1,6 +1,4 @@
-"""The variance of products is that of real products of rounded factors, for every kind of product
-that a layer computes.
-"""
+"""Variance of products of rounded factors, compared with Monte Carlo, for all kinds of product."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], t
 
 
 def draws(x: Tensor, fmt: object, generator: torch.Generator) -> Tensor:
-    """Rounds stochastically in FP64, by the definition: up with the probability of the fraction."""
+    """Round stochastically in FP64: up with a probability equal to the fraction."""
     factor = scale(x, fmt)  # type: ignore[arg-type]
     units = x.double() / factor
     below = units.floor()
@@ -69,7 +67,7 @@ def test_all_three_products_of_a_layer_are_within_two_percent_of_monte_carlo(nam
     product, of_x, of_w = PRODUCTS[name]
     generator = torch.Generator().manual_seed(7)
     x, w = torch.randn(of_x, generator=generator), torch.randn(of_w, generator=generator)
-    x = torch.relu(x)  # a quarter of the tensors of a model are such
+    x = torch.relu(x)  # as a quarter of a model's tensors
     y = product(x.double(), w.double())
     g = torch.randn(y.shape, generator=generator)
     vx, vw, vg = (noise(t, INT8) for t in (x, w, g))
@@ -82,13 +80,13 @@ def test_all_three_products_of_a_layer_are_within_two_percent_of_monte_carlo(nam
     for variance, computed, first, second in cases:
         exact = computed(first.double(), second.double())
         assert variance.shape == exact.shape
-        found = measured(
+        sampled = measured(
             lambda c=computed, a=first, b=second: c(
                 draws(a, INT8, generator), draws(b, INT8, generator)
             ),
             exact,
         )  # type: ignore[misc]
-        assert found / float(variance.sum()) == pytest.approx(1, abs=0.02)
+        assert sampled / float(variance.sum()) == pytest.approx(1, abs=0.02)
 
 
 def test_the_backward_products_are_autograds() -> None:
@@ -104,7 +102,7 @@ def test_the_backward_products_are_autograds() -> None:
 
 
 def test_a_linear_layer_in_closed_form() -> None:
-    """N |w|**2 v + D |x|**2 w, and equation 4 of the paper: too much by what is summed over."""
+    """N |w|**2 v + D |x|**2 u; QSync, Eq. (4), is too large by the reduction length."""
     from qsync_fx.predictor.indicator import formulas
 
     rows, width, out = 64, 96, 32
@@ -125,9 +123,9 @@ def test_a_linear_layer_in_closed_form() -> None:
 @pytest.mark.parametrize("value", [0.0, 1e-42, 1e30])
 def test_products_of_edge_values(value: float) -> None:
     x, w = torch.full((4, 8), value), torch.randn(3, 8)
-    found = product_noise(F.linear, x, w, noise(x, INT8), noise(w, INT8))
-    assert (found >= 0).all() and found.isfinite().all()
+    variance = product_noise(F.linear, x, w, noise(x, INT8), noise(w, INT8))
+    assert (variance >= 0).all() and variance.isfinite().all()
     x[1, 2] = torch.nan
     assert (
         product_noise(F.linear, x, w, noise(x, INT8), noise(w, INT8)).isnan().all()
-    )  # a scaled tensor is lost as a whole
+    )  # the scale of the tensor is NaN

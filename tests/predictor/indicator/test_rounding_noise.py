@@ -1,6 +1,4 @@
-"""The variance and the error of rounding a tensor are those of the reference that every kernel
-equals.
-"""
+"""Variance and error of rounding a tensor, compared with the reference of all kernels."""
 
 from __future__ import annotations
 
@@ -36,17 +34,15 @@ def rounded(
 
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 def test_variance_of_stochastic_rounding_is_that_of_the_reference(fmt: Precision) -> None:
-    """Twenty elements of all magnitudes, many draws at once: copies of a tensor have the same
-    scale.
-    """
+    """Copies of a tensor have the same scale, so that one call draws many samples."""
     x = torch.randn(20, generator=torch.Generator().manual_seed(3)) * torch.logspace(-3, 1, 20)
-    found = rounded(x.expand(SAMPLES, -1).contiguous(), fmt, "stochastic") - x.double()
+    errors = rounded(x.expand(SAMPLES, -1).contiguous(), fmt, "stochastic") - x.double()
     wanted = noise(x, fmt)
-    assert float(found.square().mean(0).sum() / wanted.sum()) == pytest.approx(1, abs=0.02)
+    assert float(errors.square().mean(0).sum() / wanted.sum()) == pytest.approx(1, abs=0.02)
     assert torch.allclose(
-        found.square().mean(0), wanted, rtol=0.15, atol=float(wanted.max()) * 1e-3
+        errors.square().mean(0), wanted, rtol=0.15, atol=float(wanted.max()) * 1e-3
     )
-    assert found.mean(0).abs().max() < 5 * (wanted.max() / SAMPLES).sqrt()  # and without bias
+    assert errors.mean(0).abs().max() < 5 * (wanted.max() / SAMPLES).sqrt()  # unbiased
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "floor"])
@@ -54,18 +50,18 @@ def test_variance_of_stochastic_rounding_is_that_of_the_reference(fmt: Precision
 def test_error_of_other_roundings_is_that_of_the_reference(fmt: Precision, rounding: str) -> None:
     x = torch.randn(4000, generator=torch.Generator().manual_seed(5)) * torch.logspace(-6, 2, 4000)
     wanted = rounded(x, fmt, rounding) - x.double()
-    found = error(x, fmt, rounding)  # type: ignore[arg-type]
-    tied = (found.abs() == wanted.abs()) & (
-        found != wanted
-    )  # ties go to even, or to the other side: as far
+    result = error(x, fmt, rounding)  # type: ignore[arg-type]
+    tied = (result.abs() == wanted.abs()) & (
+        result != wanted
+    )  # either rounding of a tie has the same error
     assert torch.allclose(
-        torch.where(tied, wanted, found), wanted, rtol=1e-5, atol=1e-7 * float(x.abs().max())
+        torch.where(tied, wanted, result), wanted, rtol=1e-5, atol=1e-7 * float(x.abs().max())
     )
-    assert torch.equal(noise(x, fmt, rounding), found.square())  # type: ignore[arg-type]
+    assert torch.equal(noise(x, fmt, rounding), result.square())  # type: ignore[arg-type]
 
 
 def test_zeros_have_no_noise() -> None:
-    """What a ReLU closed: half of the elements, and half of what proposition 2 gives."""
+    """Half of a ReLU's outputs are zero, which halves the variance of proposition 2."""
     x = torch.relu(torch.randn(100_000, generator=torch.Generator().manual_seed(2)))
     for fmt in NARROW:
         assert not noise(x, fmt)[x == 0].any()
@@ -83,8 +79,8 @@ def test_scales_are_the_references(fmt: Precision, keep: tuple[int, ...]) -> Non
         * torch.logspace(-4, 4, 6)[:, None]
     )
     x[2], x[:, 3] = 0, 1e-42
-    found, wanted = scale(x, fmt, keep), reference.scales(x, fmt, keep).double()
-    assert torch.equal(found.expand(6, 5), wanted.expand(6, 5))
+    result, wanted = scale(x, fmt, keep), reference.scales(x, fmt, keep).double()
+    assert torch.equal(result.expand(6, 5), wanted.expand(6, 5))
 
 
 EDGES = torch.tensor(
@@ -95,12 +91,12 @@ EDGES = torch.tensor(
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_nonfinite_elements_add_no_noise(fmt: Precision, rounding: str) -> None:
-    found = noise(EDGES, fmt, rounding)  # type: ignore[arg-type]
+    variance = noise(EDGES, fmt, rounding)  # type: ignore[arg-type]
     if fmt.scaled:
-        assert found.isnan().all()  # the group is lost, as its scale is NaN
+        assert variance.isnan().all()  # the scale of the group is NaN
     else:
-        assert (found >= 0).all() and found.isfinite().all()
-        assert not found[[0, 1, -3, -2, -1]].any()
+        assert (variance >= 0).all() and variance.isfinite().all()
+        assert not variance[[0, 1, -3, -2, -1]].any()
     finite = noise(EDGES[:8], fmt, rounding)  # type: ignore[arg-type]
     assert (finite >= 0).all() and finite.isfinite().all()
 
@@ -128,10 +124,10 @@ def test_noise_is_less_than_a_step_and_repeats_on_the_grid(
     values: list[float], name: str, rounding: str
 ) -> None:
     x, fmt = torch.tensor(values), FORMATS[name]
-    found = noise(x, fmt, rounding)  # type: ignore[arg-type]
+    variance = noise(x, fmt, rounding)  # type: ignore[arg-type]
     factor = scale(x, fmt)
     squared_step = (step(x.double() / factor, fmt) * factor).square()
-    assert (found >= 0).all() and (found <= squared_step * (1 + 1e-6)).all()
+    assert (variance >= 0).all() and (variance <= squared_step * (1 + 1e-6)).all()
     if not fmt.scaled and float(x.abs().max()) <= fmt.max:
         on_grid = reference.round_to(x, torch.tensor([0]), 0, fmt, "nearest").float()
         assert not noise(on_grid, fmt, rounding).any()  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the page and the issue say of the methods is what the benchmark found."""
+"""Accuracy of the sensitivity methods: results of the benchmark, its page and its chart."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_page_equals_the_indicator_benchmark() -> None:
                 lines.append(f"| {' | '.join([row['case'], *cells])} |")
     page = ROOT / "docs" / "sensitivity.md"
     text = page.read_text()
-    told = re.search(r"(?<=<!-- how well -->\n\n).*?(?=\n*<!-- end -->)", text, flags=re.DOTALL)
-    assert told is not None
+    match = re.search(r"(?<=<!-- how well -->\n\n).*?(?=\n*<!-- end -->)", text, flags=re.DOTALL)
+    assert match is not None
     if os.environ.get("QSYNC_UPDATE_DOCS") == "1":
-        page.write_text(text[: told.start()] + "\n".join(lines[1:]) + "\n" + text[told.end() :])
+        page.write_text(text[: match.start()] + "\n".join(lines[1:]) + "\n" + text[match.end() :])
     else:
-        assert told[0].splitlines() == lines[1:]
+        assert match[0].splitlines() == lines[1:]
 
 
 def test_indicator_chart_has_a_point_per_operator() -> None:

@@ -1,6 +1,4 @@
-"""The value that holds an indicator: lookups, ranks, text, and files that anyone may have
-written.
-"""
+"""`Sensitivity`: lookups, text, and files from untrusted sources."""
 
 from __future__ import annotations
 
@@ -94,8 +92,10 @@ class Holder:
 
 def test_sensitivity_is_embedded_in_other_files() -> None:
     holders = Schema(Holder, "profile", ProfileError, "measure again", "test", checks=CHECKS)
-    for held in (FOUND, None):
-        assert holders.decode(holders.encode(Holder("cpu", held))) == Holder("cpu", held)
+    for sensitivity in (FOUND, None):
+        assert holders.decode(holders.encode(Holder("cpu", sensitivity))) == Holder(
+            "cpu", sensitivity
+        )
     hostile = holders.encode(Holder("cpu", FOUND)).replace("a/linear", "a linear")
     with pytest.raises(ProfileError, match="is not an operator id"):
         holders.decode(hostile)

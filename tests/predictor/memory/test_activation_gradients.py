@@ -1,5 +1,6 @@
-"""A gradient that is computed from a tanh or a sigmoid which it reads several times: Inductor
-reckons with that in memory, and has products run in another order than around other activations.
+"""Memory of activations whose gradient reads a tanh or a sigmoid several times.
+
+Inductor materializes that intermediate and runs the products around it in another order.
 """
 
 from __future__ import annotations
@@ -45,14 +46,12 @@ def test_graph_contains_the_gelu_approximation(tmp_path: object) -> None:
 
 @pytest.mark.parametrize("activation", [nn.GELU(approximate="tanh"), nn.SiLU()])
 def test_last_activation_is_live_with_its_gradient(activation: nn.Module) -> None:
-    """The gradient of what the last product reads is computed before that of its weight, which
-    reads the activation.
-    """
+    """The last product's weight gradient reads the activation and follows its input gradient."""
 
     def most(activation: nn.Module) -> int:
         return max(
-            sum(one.bytes.values())
-            for one in live_buffers(states(graph_of(activation), Plan("int8")))
+            sum(live.bytes.values())
+            for live in live_buffers(states(graph_of(activation), Plan("int8")))
         )
 
     assert most(activation) > most(nn.GELU()) + ROWS * WIDE
@@ -61,6 +60,6 @@ def test_last_activation_is_live_with_its_gradient(activation: nn.Module) -> Non
 @pytest.mark.parametrize("fmt", ["bf16", "int8"])
 @pytest.mark.parametrize("activation", [nn.GELU(approximate="tanh"), nn.SiLU()])
 def test_perceptron_peak_equals_the_prediction(activation: nn.Module, fmt: str) -> None:
-    real, found = real_and_predicted(perceptron(activation), torch.randn(ROWS, 256), Plan(fmt))
-    # oneDNN's products in BF16 take some hundred kilobytes for themselves.
-    assert abs(found - real) <= 0.03 * real + 2**18
+    real, predicted = real_and_predicted(perceptron(activation), torch.randn(ROWS, 256), Plan(fmt))
+    # oneDNN's BF16 products allocate workspaces of some hundred kilobytes.
+    assert abs(predicted - real) <= 0.03 * real + 2**18

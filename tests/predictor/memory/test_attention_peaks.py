@@ -1,6 +1,4 @@
-"""What attention with dropout holds, predicted and as torch's allocator counts it: matrices of
-scores, where sequences are long.
-"""
+"""Peak memory of attention on long sequences, predicted and by torch's allocator."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ OFF = 0.03
 
 
 class Attending(nn.Module):
-    """Attention, between the product that gives its query, key and value as parts of one tensor and
-    the one that takes its result.
-    """
+    """Attention between a joint projection of query, key and value and an output projection."""
 
     def __init__(self, dropout: float, heads: int = 4, size: int = 128) -> None:
         super().__init__()
@@ -39,8 +35,8 @@ class Attending(nn.Module):
             part.view(batch, length, self.heads, -1).transpose(1, 2)
             for part in self.parts(x).chunk(3, -1)
         )
-        found = nn.functional.scaled_dot_product_attention(*parts, dropout_p=self.dropout)
-        return self.out(found.transpose(1, 2).reshape(batch, length, size))
+        result = nn.functional.scaled_dot_product_attention(*parts, dropout_p=self.dropout)
+        return self.out(result.transpose(1, 2).reshape(batch, length, size))
 
 
 def rows() -> Tensor:
@@ -88,17 +84,17 @@ def test_fused_attention_saves_its_output_and_row_sums() -> None:
 
 def test_fused_attention_peak_equals_the_prediction() -> None:
     torch.manual_seed(0)
-    real, found = real_and_predicted(Attending(0.0), rows(), Plan("fp32"))
-    assert abs(found - real) <= OFF * real
+    real, predicted = real_and_predicted(Attending(0.0), rows(), Plan("fp32"))
+    assert abs(predicted - real) <= OFF * real
 
 
 @ALL
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_attention_with_dropout_peak_equals_the_prediction(fmt: str) -> None:
     torch.manual_seed(0)
-    real, found = real_and_predicted(Attending(0.1), rows(), Plan(fmt))
+    real, predicted = real_and_predicted(Attending(0.1), rows(), Plan(fmt))
     off = 2 * OFF if multiplied_in_fp32() else OFF
-    assert abs(found - real) <= off * real
+    assert abs(predicted - real) <= off * real
 
 
 @ALL
@@ -108,5 +104,5 @@ def test_attention_with_dropout_peak_equals_the_prediction(fmt: str) -> None:
 def test_attention_as_products_peak_equals_the_prediction() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    real, found = real_and_predicted(Attending(0.0), rows(), Plan("bf16"))
-    assert abs(found - real) <= OFF * real
+    real, predicted = real_and_predicted(Attending(0.0), rows(), Plan("bf16"))
+    assert abs(predicted - real) <= OFF * real

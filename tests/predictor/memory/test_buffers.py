@@ -1,4 +1,4 @@
-"""Buffers come and go with the tasks that write and read them."""
+"""Lifetimes of buffers, from the tasks that write and read them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_workspace_is_live_during_its_task() -> None:
 
 def test_kernel_results_are_live_until_all_are_extracted() -> None:
     a, b, c = buffer(1), buffer(10), buffer(100)
-    first, second = (Task("", True, True, writes=(one,), holds=(a, b)) for one in (a, b))
+    first, second = (Task("", True, True, writes=(result,), holds=(a, b)) for result in (a, b))
     tasks = [
         task(a, b, library=True),
         first,

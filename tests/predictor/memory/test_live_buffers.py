@@ -1,4 +1,4 @@
-"""What a step holds by buffers."""
+"""Live buffers of a training step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NAMES = ("mlp", "odd", "checkpointed", "tied", "vgg")
 )
 @given(data=st.data())
 def test_live_buffers_sum_to_the_memory_of_a_moment(name: str, data: st.DataObject) -> None:
-    found = states(graph_of(name), data.draw(plans(name)))
-    memory = step_memory(found)
-    live = live_buffers(found)
+    planned = states(graph_of(name), data.draw(plans(name)))
+    memory = step_memory(planned)
+    live = live_buffers(planned)
     assert [(moment.place == "backward", moment.operator) for moment in memory.moments[:-1]] == [
-        (one.backward, one.operator) for one in live
+        (buffers.backward, buffers.operator) for buffers in live
     ]
     assert [moment.bytes - memory.held_bytes for moment in memory.moments[:-1]] == [
-        sum(one.bytes.values()) for one in live
+        sum(buffers.bytes.values()) for buffers in live
     ]

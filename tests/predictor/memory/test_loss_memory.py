@@ -1,6 +1,4 @@
-"""What a loss behind the model takes is part of a step, and gradients that a backward pass begins
-with go where they are read last.
-"""
+"""Memory of a loss in a training step, and lifetimes of the first gradients of a backward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ ROWS, WIDE = 2048, 512
 
 
 def narrow_to_wide() -> nn.Module:
-    """A model whose result is the largest thing in it."""
+    """Return a model whose output is its largest tensor."""
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, WIDE))
 
 
@@ -43,17 +41,17 @@ def graph_of_wide() -> ModelGraph:
 
 
 def test_loss_memory_is_live_during_the_backward_pass() -> None:
-    found = states(graph_of("mlp"), Plan("fp32"))
-    without = step_memory(found, TrainingMemory(loss=LossMemory())).moments
-    moments = step_memory(found, TrainingMemory(loss=LossMemory(held=1000, most=50_000))).moments
-    more = [one.bytes - before.bytes for one, before in zip(moments, without, strict=True)]
-    at = {
-        place: {more[i] for i, one in enumerate(moments) if one.place == place}
+    planned = states(graph_of("mlp"), Plan("fp32"))
+    without = step_memory(planned, TrainingMemory(loss=LossMemory())).moments
+    moments = step_memory(planned, TrainingMemory(loss=LossMemory(held=1000, most=50_000))).moments
+    more = [moment.bytes - before.bytes for moment, before in zip(moments, without, strict=True)]
+    by_place = {
+        place: {more[i] for i, moment in enumerate(moments) if moment.place == place}
         for place in ("forward", "optimizer")
     }
-    assert at == {"forward": {0}, "optimizer": {0}}
+    assert by_place == {"forward": {0}, "optimizer": {0}}
     begun, *behind = [
-        size for size, one in zip(more, moments, strict=True) if one.place == "backward"
+        size for size, moment in zip(more, moments, strict=True) if moment.place == "backward"
     ]
     result = 4 * 4 * 4
     assert begun == 50_000 - result and set(behind) == {1000}
@@ -61,16 +59,18 @@ def test_loss_memory_is_live_during_the_backward_pass() -> None:
 
 
 def test_first_gradient_is_released_after_its_last_reader() -> None:
-    """Autograd holds none of them; in BF16 it is read once, by what makes a copy in BF16 of it."""
-    there = with_the_gradient(TrainingMemory(loss=LossMemory()))
-    assert there[0] and not there[-1]
+    """Autograd has no reference to the gradient; in BF16, only its conversion reads it."""
+    live = with_the_gradient(TrainingMemory(loss=LossMemory()))
+    assert live[0] and not live[-1]
 
 
 def with_the_gradient(training: TrainingMemory | None) -> list[bool]:
     live = [
-        one for one in live_buffers(states(graph_of_wide(), Plan("bf16")), training) if one.backward
+        buffers
+        for buffers in live_buffers(states(graph_of_wide(), Plan("bf16")), training)
+        if buffers.backward
     ]
-    return [4 * ROWS * WIDE in one.bytes.values() for one in live]
+    return [4 * ROWS * WIDE in buffers.bytes.values() for buffers in live]
 
 
 @pytest.mark.parametrize("training", [None, TrainingMemory()])
@@ -83,14 +83,15 @@ def test_unknown_loss_is_bounded_by_its_gradient(
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["mlp", "odd", "vgg"])
 def test_unknown_loss_needs_at_least_the_memory_of_a_trivial_loss(name: str, fmt: str) -> None:
-    found = states(graph_of(name), Plan(fmt))
-    unknown, nothing = Orders.of(found), Orders.of(found, TrainingMemory(loss=LossMemory()))
-    pairs = ((unknown.expected, nothing.expected), (unknown.written, nothing.written))
-    for held, freed in pairs:
+    planned = states(graph_of(name), Plan(fmt))
+    unknown, trivial = Orders.of(planned), Orders.of(planned, TrainingMemory(loss=LossMemory()))
+    pairs = ((unknown.expected, trivial.expected), (unknown.written, trivial.written))
+    for unknown_tasks, trivial_tasks in pairs:
         assert (
-            step_memory(found, None, held).peak.bytes >= step_memory(found, None, freed).peak.bytes
+            step_memory(planned, None, unknown_tasks).peak.bytes
+            >= step_memory(planned, None, trivial_tasks).peak.bytes
         )
-    assert most_bytes(found) >= most_bytes(found, TrainingMemory(loss=LossMemory()))
+    assert most_bytes(planned) >= most_bytes(planned, TrainingMemory(loss=LossMemory()))
 
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])

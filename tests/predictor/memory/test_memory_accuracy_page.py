@@ -1,4 +1,4 @@
-"""What the page says of predicted peaks is what the benchmark counted."""
+"""Predicted peaks on the memory page, compared with the results of the benchmark."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def table() -> list[str]:
 def test_page_equals_the_memory_benchmark() -> None:
     page = ROOT / "docs" / "memory.md"
     text = page.read_text()
-    told = re.search(r"(?<=<!-- how near -->\n\n).*?(?=\n*<!-- end -->)", text, flags=re.DOTALL)
-    assert told is not None
+    match = re.search(r"(?<=<!-- how near -->\n\n).*?(?=\n*<!-- end -->)", text, flags=re.DOTALL)
+    assert match is not None
     if os.environ.get("QSYNC_UPDATE_DOCS") == "1":
-        page.write_text(text[: told.start()] + "\n".join(table()) + "\n" + text[told.end() :])
+        page.write_text(text[: match.start()] + "\n".join(table()) + "\n" + text[match.end() :])
     else:
-        assert told[0].splitlines() == table()
+        assert match[0].splitlines() == table()

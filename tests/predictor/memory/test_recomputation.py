@@ -1,4 +1,4 @@
-"""Recomputation in the memory model: what it reads exists, and peaks are close to real ones."""
+"""Recomputation in the memory model: it reads live buffers, and peaks are close to real ones."""
 
 from __future__ import annotations
 
@@ -101,15 +101,17 @@ def test_predicted_peaks_are_close_to_real_ones(name: str, fmt: str) -> None:
     torch.manual_seed(0)
     model, x = MODELS[name]()
     torch._dynamo.reset()
-    found = build_model_graph(qsync_fx.explain(model.train(), x), FORMATS)
+    model_graph = build_model_graph(qsync_fx.explain(model.train(), x), FORMATS)
     training = TrainingMemory(loss=LossMemory())
-    part = DeviceClass(found, PlainTimes(0), drawn_sensitivity(found), FORMATS, training=training)
+    part = DeviceClass(
+        model_graph, PlainTimes(0), drawn_sensitivity(model_graph), FORMATS, training=training
+    )
     before = sum(p.nbytes for p in (*model.parameters(), *model.buffers(), x))
     for budget in BUDGETS:
         real = real_peak(model, x, Plan(fmt), budget)
         planned = recomputing(part, budget)
-        memory = PeakMemoryEvaluator(planned, states(found, Plan(fmt)))
-        # Without recomputation, the workspaces of some CPUs' BF16 kernels are missed, too (6%).
+        memory = PeakMemoryEvaluator(planned, states(model_graph, Plan(fmt)))
+        # Even without recomputation, the workspaces of some CPUs' BF16 kernels are missing (6%).
         assert 0.92 * real <= memory.peak_bytes - before <= 1.4 * real, budget
 
 

@@ -1,6 +1,4 @@
-"""What a step is predicted to hold: of any plan, against the allocator's own count, and against
-torch's tracker of memory.
-"""
+"""Predicted memory of a training step, compared with torch's allocator and `MemTracker`."""
 
 from __future__ import annotations
 
@@ -64,8 +62,8 @@ def test_parameters_and_gradients_are_live_at_the_end(name: str, data: st.DataOb
         >= memory.held_bytes + gradients
     )
     assert all(size >= 0 for moment in memory.moments for size in moment.kinds.values())
-    # With the last task of the backward pass every gradient that a product or a norm has given is
-    # there, in its parameter's format.
+    # After the last task of the backward pass, the gradients of all products and norms are live, in
+    # the format of their parameters.
     read = {
         value.name for value in graph.values if value.source == "parameter" and value.differentiated
     }
@@ -85,7 +83,7 @@ def test_one_byte_formats_save_no_more_than_two_byte_formats(name: str) -> None:
 
 
 def test_converted_weight_is_saved_next_to_the_weight() -> None:
-    """So a narrower format can keep more than FP32, where weights are large and batches small."""
+    """With large weights and small batches, a narrower format saves more bytes than FP32."""
     graph = graph_of("mlp")
     kinds = {
         fmt: max(
@@ -99,18 +97,19 @@ def test_converted_weight_is_saved_next_to_the_weight() -> None:
 
 @pytest.mark.parametrize("optimizer", [OptimizerMemory(), MOMENTUM, ADAM])
 def test_optimizer_state_and_workspace_are_counted(optimizer: OptimizerMemory) -> None:
-    found = states(graph_of("mlp"), Plan("bf16"))
-    without, memory = step_memory(found), step_memory(found, TrainingMemory(optimizer))
+    planned = states(graph_of("mlp"), Plan("bf16"))
+    without, memory = step_memory(planned), step_memory(planned, TrainingMemory(optimizer))
     numels = [int(p.numel) for p in graph_of("mlp").parameters]
     assert memory.held_bytes - without.held_bytes == optimizer.state * sum(numels) * 4
     assert memory.moments[-1].of(Category.TEMPORARY) == optimizer.step_bytes(numels)
-    assert peak_bytes(found, TrainingMemory(optimizer)) == memory.peak.bytes
+    assert peak_bytes(planned, TrainingMemory(optimizer)) == memory.peak.bytes
 
 
 def test_buckets_are_a_copy_of_all_gradients() -> None:
-    found = states(graph_of("mlp"), Plan("fp32"))
+    planned = states(graph_of("mlp"), Plan("fp32"))
     more = (
-        step_memory(found, TrainingMemory(buckets=True)).peak.bytes - step_memory(found).peak.bytes
+        step_memory(planned, TrainingMemory(buckets=True)).peak.bytes
+        - step_memory(planned).peak.bytes
     )
     assert more == sum(int(p.numel) * 4 for p in graph_of("mlp").parameters)
 
@@ -127,14 +126,14 @@ def test_symbolic_sizes_are_rejected_with_a_remedy() -> None:
     batch = sympy.Symbol("batch", positive=True, integer=True)
     value = dataclasses.replace(graph.values[graph.operators[0].result], numel=16 * batch)
     values = tuple(
-        value if at == graph.operators[0].result else v for at, v in enumerate(graph.values)
+        value if index == graph.operators[0].result else v for index, v in enumerate(graph.values)
     )
     with pytest.raises(ProfileError, match="static shapes"):
         step_memory(states(dataclasses.replace(graph, values=values), Plan("fp32")))
 
 
 class Parts(nn.Module):
-    """A product of two of three parts, past a dropout."""
+    """Products of two of three slices, with a dropout between the products."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -148,11 +147,11 @@ class Parts(nn.Module):
 def kept_of_parts(dropout: float) -> dict[str, int]:
     torch._dynamo.reset()
     graph = build_model_graph(qsync_fx.explain(Parts(dropout), torch.randn(64, 32)), ("fp32",))
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for live in live_buffers(states(graph, Plan("fp32"))):
         if not live.backward:
-            found |= {name: size for (name, _), size in live.bytes.items()}
-    return found
+            sizes |= {name: size for (name, _), size in live.bytes.items()}
+    return sizes
 
 
 def test_slice_read_by_a_product_is_copied_and_saved() -> None:
@@ -166,9 +165,7 @@ def test_inactive_dropout_saves_no_tensor() -> None:
 
 
 class Added(nn.Module):
-    """A product that is written as what is added to a bias, as GPT-2's are, and attention of
-    torch's own.
-    """
+    """A linear layer written as `addmm`, as in GPT-2, and `nn.MultiheadAttention`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,26 +189,26 @@ def live_of_added(fmt: str) -> list[LiveBuffers]:
 
 def test_addmm_weight_is_saved_in_its_format() -> None:
     live = live_of_added("bf16")
-    end = next(one for one in reversed(live) if not one.backward)
+    end = next(buffers for buffers in reversed(live) if not buffers.backward)
     assert end.bytes["weight", "bf16"] == 2 * 32 * 96
-    # Nothing of the product is summed for the weight's gradient, which a kernel of products makes:
-    # in BF16, widened behind it.
-    assert any(one.bytes.get(("gradient of weight", "bf16")) == 2 * 32 * 96 for one in live)
+    # A matrix-product kernel computes the weight gradient in BF16, without a separate sum; it is
+    # widened afterwards.
+    assert any(buffers.bytes.get(("gradient of weight", "bf16")) == 2 * 32 * 96 for buffers in live)
 
 
 def test_views_without_a_copy_save_their_base() -> None:
     live = live_of_added("fp32")
-    end = next(one for one in reversed(live) if not one.backward)
-    each, whole = 4 * 4 * 16 * 96, 3 * 4 * 4 * 16 * 96
-    kept = [size for (name, _), size in end.bytes.items() if "as kept" in name]
-    assert kept == [each, each] and whole in end.bytes.values()
+    end = next(buffers for buffers in reversed(live) if not buffers.backward)
+    each, base = 4 * 4 * 16 * 96, 3 * 4 * 4 * 16 * 96
+    copies = [size for (name, _), size in end.bytes.items() if "as kept" in name]
+    assert copies == [each, each] and base in end.bytes.values()
 
 
 def test_integer_product_is_stored_in_its_output_format() -> None:
     sizes = [
-        one.bytes[name, fmt]
-        for one in live_of_added("int8")
-        for name, fmt in one.bytes
+        buffers.bytes[name, fmt]
+        for buffers in live_of_added("int8")
+        for name, fmt in buffers.bytes
         if name == "addmm"
     ]
     assert sizes and max(sizes) <= 4 * 4 * 16 * 96 and 2 * 4 * 16 * 96 in sizes
@@ -223,11 +220,11 @@ def test_integer_product_is_stored_in_its_output_format() -> None:
 def test_a_plan_that_was_measured_is_predicted_as_measured() -> None:
     graph = graph_of("vgg")
     anchors = [
-        Anchor(states(graph, Plan(fmt)), 10**7 + at)
-        for at, fmt in enumerate(("fp32", "bf16", "int8"))
+        Anchor(states(graph, Plan(fmt)), 10**7 + index)
+        for index, fmt in enumerate(("fp32", "bf16", "int8"))
     ]
     assert [anchored_bytes(anchor.states, anchors) for anchor in anchors] == [
-        10**7 + at for at in range(3)
+        10**7 + index for index in range(3)
     ]
 
 
@@ -235,13 +232,13 @@ def test_a_plan_that_was_measured_is_predicted_as_measured() -> None:
 @given(plan=plans("vgg"))
 def test_other_plans_are_predicted_without_correction(plan: Plan) -> None:
     graph = graph_of("vgg")
-    found = states(graph, plan)
+    planned = states(graph, plan)
     measured = {fmt: states(graph, Plan(fmt)) for fmt in ("fp32", "bf16", "int8")}
     anchors = [Anchor(item, 10**7) for item in measured.values()]
-    expected = step_memory(found).step_bytes
-    if found.names in [item.names for item in measured.values()]:
+    expected = step_memory(planned).step_bytes
+    if planned.names in [item.names for item in measured.values()]:
         expected = 10**7
-    assert anchored_bytes(found, anchors) == expected
+    assert anchored_bytes(planned, anchors) == expected
 
 
 def test_no_measured_bytes_are_an_error() -> None:
@@ -249,11 +246,11 @@ def test_no_measured_bytes_are_an_error() -> None:
         Anchor(states(graph_of("mlp"), Plan("fp32")), 0)
 
 
-# Against what is really held.
+# Predictions compared with torch's allocator.
 
 
 class Convolutions(nn.Module):
-    """Two convolutions past each other, batch norms and a pooling."""
+    """Two convolutions, the second with a residual connection, a batch norm and a pooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,18 +302,16 @@ IMAGES = torch.randn(16, 3, 48, 48).to(memory_format=torch.channels_last)
 def test_inductor_peak_equals_the_prediction(
     make: Callable[[], nn.Module], x: Tensor, fmt: str
 ) -> None:
-    real, found = real_and_predicted(make, x, Plan(fmt))
-    # oneDNN's products in BF16 take up to a megabyte for themselves.
-    assert real - found <= 0.03 * real + 2**20
-    # Copies of products in FP32 are predicted as if all of them lived at once.
+    real, predicted = real_and_predicted(make, x, Plan(fmt))
+    # oneDNN's BF16 products allocate workspaces of up to a megabyte.
+    assert real - predicted <= 0.03 * real + 2**20
+    # The prediction assumes that all FP32 copies of products are live at once.
     above = 0.35 if multiplied_in_fp32() and fmt != "fp32" else 0.03
-    assert found - real <= above * real + 2**20
+    assert predicted - real <= above * real + 2**20
 
 
 def test_torchs_tracker_counts_the_same_parameters_gradients_and_states() -> None:
-    """`MemTracker` is private to torch, and follows a model in eager mode: what is saved there is
-    another matter.
-    """
+    """`MemTracker` is private to torch, and tracks eager mode, which saves other tensors."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     with FakeTensorMode():
@@ -329,14 +324,14 @@ def test_torchs_tracker_counts_the_same_parameters_gradients_and_states() -> Non
         tracker.track_external(model, optimizer, x)
         with tracker:
             model(x).sum().backward()
-            held = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
+            snapshot = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
     torch._dynamo.reset()
     real = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
     graph = build_model_graph(qsync_fx.explain(real, torch.randn(256, 64)), ("fp32",))
     end = step_memory(states(graph, Plan("fp32")), TrainingMemory(ADAM)).moments[-1]
-    told = {str(getattr(kind, "value", kind)): size for kind, size in held.items()}
-    assert end.of(Category.PARAMETERS) == told["Parameter"] + told["Other"]  # the batch
-    assert end.of(Category.GRADIENTS) == told["Gradient"]
+    sizes = {str(getattr(kind, "value", kind)): size for kind, size in snapshot.items()}
+    assert end.of(Category.PARAMETERS) == sizes["Parameter"] + sizes["Other"]  # the batch
+    assert end.of(Category.GRADIENTS) == sizes["Gradient"]
     assert end.of(Category.OPTIMIZER) == pytest.approx(
-        told["Optstate"], abs=64
-    )  # the number of steps, too
+        sizes["Optstate"], abs=64
+    )  # step counters are included

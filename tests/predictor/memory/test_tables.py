@@ -1,6 +1,4 @@
-"""The gradient of a table is there when its kernel has run, and not from the begin of the backward
-pass.
-"""
+"""Lifetime of an embedding's gradient, which starts when its kernel runs."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ WORDS, SIZE = 4000, 128
 
 
 class Tables(nn.Module):
-    """Two tables whose rows are added, and layers behind them."""
+    """Two embeddings whose rows are added, followed by linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +40,9 @@ def test_the_gradient_of_a_table_is_written_by_the_last_kernels() -> None:
     torch._dynamo.reset()
     graph = build_model_graph(qsync_fx.explain(Tables().train(), ids()), ("fp32",))
     back = [live for live in live_buffers(states(graph, Plan("fp32"))) if live.backward]
-    there = [4 * WORDS * SIZE in live.bytes.values() for live in back]
-    assert there[-1] and not any(
-        "linear" in live.operator for live, found in zip(back, there, strict=True) if found
+    gradients = [4 * WORDS * SIZE in live.bytes.values() for live in back]
+    assert gradients[-1] and not any(
+        "linear" in live.operator
+        for live, gradient in zip(back, gradients, strict=True)
+        if gradient
     )

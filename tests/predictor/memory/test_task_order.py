@@ -1,6 +1,4 @@
-"""Tasks run in the order that Inductor would sort them into: its own sorts, on its own graphs, are
-the truth.
-"""
+"""Order and fusion of tasks, compared with Inductor's sort of its own graphs."""
 
 from __future__ import annotations
 
@@ -48,21 +46,21 @@ def elementwise(*writes: Buffer, reads: tuple[Buffer, ...] = (), sums: bool = Fa
 
 
 def test_readers_of_one_tensor_are_fused_unless_dependent() -> None:
-    given, a, b, c = (buffer(10) for _ in range(4))
+    source, a, b, c = (buffer(10) for _ in range(4))
     first, product, second = (
-        elementwise(a, reads=(given,)),
+        elementwise(a, reads=(source,)),
         task(b, reads=(a,)),
-        elementwise(c, reads=(given,)),
+        elementwise(c, reads=(source,)),
     )
     assert fused([first, product, second]) == [[first, second], [product]]
-    waiting = elementwise(c, reads=(given, b))
+    waiting = elementwise(c, reads=(source, b))
     assert fused([first, product, waiting]) == [[first], [product], [waiting]]
 
 
 def test_inputs_of_a_kernel_run_before_it() -> None:
-    given, a, zeros = (buffer(10) for _ in range(3))
+    source, a, zeros = (buffer(10) for _ in range(3))
     first, empty, added = (
-        elementwise(a, reads=(given,)),
+        elementwise(a, reads=(source,)),
         elementwise(zeros),
         elementwise(zeros, reads=(a,)),
     )
@@ -70,23 +68,21 @@ def test_inputs_of_a_kernel_run_before_it() -> None:
 
 
 def test_batch_sums_are_separate_kernels_with_their_epilogue() -> None:
-    given, a, total, wide = buffer(10), buffer(10), buffer(1), buffer(2)
-    first, summed = elementwise(a, reads=(given,)), elementwise(total, reads=(given,), sums=True)
+    source, a, total, wide = buffer(10), buffer(10), buffer(1), buffer(2)
+    first, summed = elementwise(a, reads=(source,)), elementwise(total, reads=(source,), sums=True)
     after = elementwise(wide, reads=(total,))
     assert fused([first, summed, after]) == [[first], [summed, after]]
 
 
 @contextmanager
 def sorted_graphs() -> Iterator[list[tuple[list[Task], frozenset[Buffer], list[int]]]]:
-    """Notes of each graph that Inductor sorts: its nodes as tasks, what it returns, and the order
-    that Inductor takes.
-    """
-    found: list[tuple[list[Task], frozenset[Buffer], list[int]]] = []
+    """Record each graph that Inductor sorts: its nodes as tasks, its outputs, and the new order."""
+    graphs: list[tuple[list[Task], frozenset[Buffer], list[int]]] = []
     original = torch._inductor.memory.reorder_for_peak_memory
 
     def reorder(nodes: Any, *arguments: Any) -> Any:
         chosen = original(nodes, *arguments)
-        outputs, places = arguments[-1], {node: at for at, node in enumerate(nodes)}
+        outputs, places = arguments[-1], {node: index for index, node in enumerate(nodes)}
         buffers: dict[str, Buffer] = {}
 
         def of(one: Any) -> Buffer:
@@ -94,30 +90,30 @@ def sorted_graphs() -> Iterator[list[tuple[list[Task], frozenset[Buffer], list[i
 
         tasks = []
         for node in nodes:
-            # A kernel of several results writes no buffer itself; those are taken out by nodes
-            # behind it.
+            # A kernel with several results writes no buffer itself; later nodes extract the
+            # results.
             several = [
                 out
                 for user in node.mpi_node.succ_nodes
                 for out in user.get_outputs()
                 if not user.mpi_node.size
             ]
-            own = [
+            written = [
                 of(out)
                 for out in node.get_outputs()
                 if out.mpi_buffer.size_free or not node.mpi_node.size
             ]
-            late = [of(out) for out in several] if node.mpi_node.size and not own else []
+            late = [of(out) for out in several] if node.mpi_node.size and not written else []
             reads = tuple(of(one) for one in node.mpi_node.pred_buffers if one.mpi_buffer.size_free)
-            tasks.append(task(*own, *late, reads=reads))
-        kept = frozenset(one for name, one in buffers.items() if name in outputs)
-        found.append((tasks, kept, [places[node] for node in chosen]))
+            tasks.append(task(*written, *late, reads=reads))
+        returned = frozenset(one for name, one in buffers.items() if name in outputs)
+        graphs.append((tasks, returned, [places[node] for node in chosen]))
         return chosen
 
     torch._inductor.memory.reorder_for_peak_memory = reorder
     try:
         with torch._inductor.config.patch(fx_graph_cache=False):
-            yield found
+            yield graphs
     finally:
         torch._inductor.memory.reorder_for_peak_memory = original
 
@@ -159,9 +155,9 @@ ROWS, IMAGES = torch.randn(96, 64), torch.randn(4, 3, 8, 8)
 def test_order_equals_inductor(make: Callable[[], nn.Module], x: Tensor, fmt: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    with sorted_graphs() as found:
+    with sorted_graphs() as graphs:
         model = torch.compile(make(), backend="qsync", options={"precision": fmt})  # type: ignore[call-overload]
         model(x).sum().backward()
-    assert len(found) == 2
-    for tasks, kept, chosen in found:
-        assert ordered(tasks, kept) == [tasks[at] for at in chosen]
+    assert len(graphs) == 2
+    for tasks, returned, chosen in graphs:
+        assert ordered(tasks, returned) == [tasks[index] for index in chosen]

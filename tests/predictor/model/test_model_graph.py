@@ -1,6 +1,4 @@
-"""A model as the predictor knows it: what it says of parameters and values, other sizes without
-another trace, and its file.
-"""
+"""The predictor's model graph: parameters, values, symbolic sizes, and its file."""
 
 from __future__ import annotations
 
@@ -72,7 +70,7 @@ def test_parameters_stand_as_the_model_registers_them() -> None:
 
 
 class Halves(nn.Module):
-    """A layer in two graphs."""
+    """Two linear layers with a graph break between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +85,9 @@ class Halves(nn.Module):
 
 def test_parameters_of_layers_that_are_compiled_alone_have_their_path_in_the_model() -> None:
     graph = of(nn.Sequential(Halves(), Halves()), torch.randn(2, 8))
-    assert {p.path: [graph.operators[at].id for at in p.readers] for p in graph.parameters} == {
+    assert {
+        p.path: [graph.operators[index].id for index in p.readers] for p in graph.parameters
+    } == {
         f"{layer}.{name}": [f"{layer}/linear"]
         for layer in ("0.first", "0.second", "1.first", "1.second")
         for name in ("weight", "bias")
@@ -99,14 +99,14 @@ def test_frozen_parameters_get_no_gradient() -> None:
     model[0].requires_grad_(False)
     graph = of(model, torch.randn(2, 8))
     assert [parameter.trained for parameter in graph.parameters] == [False, False, True, True]
-    found = CostMapper(graph, DrawnTimes(), Plan.uniform("bf16")).schedule()
-    assert [parameter.path for parameter in found.parameters] == ["1.weight", "1.bias"]
+    schedule = CostMapper(graph, DrawnTimes(), Plan.uniform("bf16")).schedule()
+    assert [parameter.path for parameter in schedule.parameters] == ["1.weight", "1.bias"]
 
 
 def test_values_record_their_source() -> None:
     graph = graph_of("tied")
-    found = {value.name: value for value in graph.values}
-    assert (found["ids"].source, found["ids"].own, found["ids"].numel, found["ids"].fixed) == (
+    values = {value.name: value for value in graph.values}
+    assert (values["ids"].source, values["ids"].own, values["ids"].numel, values["ids"].fixed) == (
         "input",
         None,
         0,
@@ -122,7 +122,7 @@ def test_values_record_their_source() -> None:
 def test_other_sizes_take_no_other_trace() -> None:
     symbolic = of(Attending(), torch.zeros(4, 6, dtype=torch.long), dynamic=True)
     assert symbolic.symbols == {"batch", "sequence"}
-    there = of(Attending(), torch.zeros(5, 9, dtype=torch.long))
+    traced = of(Attending(), torch.zeros(5, 9, dtype=torch.long))
     sized = symbolic.at(batch=5, sequence=9)
     assert not sized.symbols
     assert (
@@ -131,14 +131,14 @@ def test_other_sizes_take_no_other_trace() -> None:
     )
     for precision in ("int8", "bf16", "fp32"):
         plan = Plan.uniform(precision)
-        first, second = states(sized, plan), states(there, plan)
+        first, second = states(sized, plan), states(traced, plan)
         assert first.names == second.names
-        for operator in there.operators:
+        for operator in traced.operators:
             ours, theirs = cost_of(first, operator.id), cost_of(second, operator.id)
             assert (ours.work, ours.saved_bytes) == (theirs.work, theirs.saved_bytes), operator.id
         assert (
             CostMapper(sized, DrawnTimes(), plan).totals
-            == CostMapper(there, DrawnTimes(), plan).totals
+            == CostMapper(traced, DrawnTimes(), plan).totals
         )
     with pytest.raises(ProfileError, match="no symbolic size 'bach'"):
         symbolic.at(bach=3)
@@ -179,7 +179,7 @@ def test_symbolic_sizes_are_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def spoilt(tree: Any, data: st.DataObject) -> None:
-    """Puts something else at some place of a tree of JSON."""
+    """Replace or delete a drawn value of a JSON tree in place."""
     while True:
         keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
         key = data.draw(st.sampled_from(keys))
@@ -224,14 +224,14 @@ def test_a_spoilt_file_is_an_error_or_a_graph_that_any_plan_fits(data: st.DataOb
         return
     for precision in graph.formats:
         chosen = {op.id: precision for op in graph.operators if op.kind == "adjustable"}
-        found = states(graph, chosen)
-        found.saved()
+        planned = states(graph, chosen)
+        planned.saved()
         assert all(
             names in operator.costs
-            for names, operator in zip(found.names, graph.operators, strict=True)
+            for names, operator in zip(planned.names, graph.operators, strict=True)
         )
-        with contextlib.suppress(ProfileError):  # of a size that has become symbolic
-            assert CostMapper(graph, DrawnTimes(), chosen).states() == found
+        with contextlib.suppress(ProfileError):  # a size may now be symbolic
+            assert CostMapper(graph, DrawnTimes(), chosen).states() == planned
 
 
 def test_model_without_a_graph_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Sizes as text: what is written is read again, and nothing else is, whatever the text."""
+"""Symbolic sizes as text: round trips, and rejection of any other text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qsync_fx.predictor.model.symbolic_sizes import FUNCTIONS, canonical, read, 
 from qsync_fx.serialization import Malformed
 
 BATCH, SEQUENCE = symbol("batch"), symbol("sequence")
-# Of fractions torch's functions of sizes give no numbers.
+# torch's size functions return no number for fractions.
 leaves: st.SearchStrategy[Any] = st.one_of(
     st.integers(-9, 10**6), st.sampled_from([BATCH, SEQUENCE])
 )
@@ -36,14 +36,14 @@ def combined(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @settings(deadline=None)
 @given(st.recursive(leaves, combined, max_leaves=6))
 def test_sizes_are_saved_and_loaded(size: Any) -> None:
-    found = canonical(size)
-    assert read(written(found)) == found
+    result = canonical(size)
+    assert read(written(result)) == result
     values = dict.fromkeys((BATCH, SEQUENCE), 12)
-    assert sympy.sympify(found).subs(values).equals(sympy.sympify(size).subs(values))
+    assert sympy.sympify(result).subs(values).equals(sympy.sympify(size).subs(values))
 
 
 def test_every_symbolic_function_of_torch_is_supported() -> None:
-    """They stand in torch.utils._sympy.functions, which is no public place."""
+    """The functions are defined in torch.utils._sympy.functions, which is private."""
     assert set(FUNCTIONS) == {
         "FloorDiv",
         "CleanDiv",
@@ -55,8 +55,8 @@ def test_every_symbolic_function_of_torch_is_supported() -> None:
         "Min",
     }
     for name in ("FloorDiv", "Mod", "Max"):
-        found = FUNCTIONS[name](BATCH, 2)
-        assert canonical(found).subs(BATCH, 7) == {"FloorDiv": 3, "Mod": 1, "Max": 7}[name]
+        size = FUNCTIONS[name](BATCH, 2)
+        assert canonical(size).subs(BATCH, 7) == {"FloorDiv": 3, "Mod": 1, "Max": 7}[name]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_other_expressions_are_rejected(text: str) -> None:
 @given(st.text(alphabet="0123456789+-*/() ,abFloorDivMod_", max_size=40))
 def test_reading_ends_in_a_size_or_an_error(text: str) -> None:
     try:
-        found = read(text)
+        size = read(text)
     except Malformed:
         return
-    assert isinstance(found, int) or found.is_number or found.free_symbols
+    assert isinstance(size, int) or size.is_number or size.free_symbols

@@ -1,6 +1,6 @@
-"""A plain simulation of a step, event by event: what the closed forms have to equal.
+"""Event-by-event simulation of a training step, the reference for the closed forms.
 
-It knows no formula, only who may go on when.
+It uses no formula, only the conditions under which each device may continue.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Device:
-    """One device in the middle of a step."""
+    """State of a device during a step."""
 
     seconds: list[float]
     handed_over: list[float]
@@ -23,7 +23,7 @@ class Device:
     ended: list[float] = field(default_factory=list)
 
     def ready(self, bucket: int) -> float | None:
-        """When a bucket was ready, None while it is not."""
+        """Return the time at which a bucket became ready, or None."""
         done = self.done_after[bucket]
         if done > len(self.ended):
             return None
@@ -37,9 +37,7 @@ class Device:
 def simulated(
     devices: list[Device], transfers: list[float]
 ) -> tuple[list[float], list[float], list[float]]:
-    """Returns when each bucket was sent, when it arrived, and when each device was done, its
-    optimizer included.
-    """
+    """Return the times when buckets are sent, buckets arrive, and devices end their optimizers."""
     now = 0.0
     sent: list[float] = []
     arrived: list[float] = []
@@ -69,7 +67,7 @@ def simulated(
         if travelling is not None:
             until.append(travelling)
         after = min(until)
-        # What is next is next, whatever the rounding of the sums says.
+        # The next event is the minimum itself, regardless of rounded sums.
         for device, left in zip(busy, until, strict=False):
             if device.begins > now:
                 continue

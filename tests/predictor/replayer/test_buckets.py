@@ -1,4 +1,4 @@
-"""Buckets are those of torch's own Reducer from the second iteration on."""
+"""DDP buckets, compared with torch's Reducer from the second iteration on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMITS = st.sampled_from([(2**10, 2**14), (2**12,), (64, 2**12, 2**8)])
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[list[Tensor], list[int]]:
-    """Parameters that take no memory, and the order in which their gradients arrive."""
+    """Draw parameters with a single stored element, and the arrival order of their gradients."""
     count = draw(st.integers(1, 40))
     numels = draw(st.lists(st.integers(0, 2**13), min_size=count, max_size=count))
     types = draw(st.lists(st.sampled_from(TYPES), min_size=count, max_size=count))
@@ -45,7 +45,7 @@ def test_as_torch_assigns_them(
     model: tuple[list[Tensor], list[int]], limits: tuple[int, ...]
 ) -> None:
     parameters, arrival = model
-    arrived = [parameters[at] for at in arrival]
+    arrived = [parameters[index] for index in arrival]
     sparse = [False] * len(arrived)
     torchs, _ = dist._compute_bucket_assignment_by_size(arrived, limits, sparse, arrival)
     assert ddp_buckets(**arguments(parameters), arrival=arrival, limits=limits) == torchs
@@ -60,7 +60,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class Twisted(nn.Module):
-    """Registers its layers in another order than it calls them in; one of them stays in FP16."""
+    """A model whose layers run in another order than they are registered; one is in FP16."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -94,24 +94,30 @@ def networks() -> Iterator[tuple[nn.Module, Tensor]]:
 
 @pytest.mark.parametrize(
     ("which", "cap"),
-    [(0, None), (0, 2), (1, None), *(pytest.param(at, None, marks=tiers.ALL) for at in (2, 3))],
+    [
+        (0, None),
+        (0, 2),
+        (1, None),
+        *(pytest.param(index, None, marks=tiers.ALL) for index in (2, 3)),
+    ],
 )
 @pytest.mark.usefixtures("alone")
 def test_as_a_real_run_of_ddp_logs_them(which: int, cap: int | None) -> None:
     model, x = list(networks())[which]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    given = arguments(parameters)
-    # The Reducer's own moment: when a gradient has been accumulated.
+    sizes = arguments(parameters)
+    # The Reducer marks a gradient as ready when it has been accumulated.
     arrival: list[int] = []
-    for at, parameter in enumerate(parameters):
-        parameter.register_post_accumulate_grad_hook(lambda _, at=at: arrival.append(at))
+    for index, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrival.append(index))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=cap)
     limits = {} if cap is None else {"limits": (cap * 2**20,)}
 
     def logged(name: str) -> list[list[int]]:
         text = wrapped._get_ddp_logging_data()[name]
         return [
-            [int(at) for at in bucket.split()] for bucket in text.replace(",", ", ").split(", ")
+            [int(index) for index in bucket.split()]
+            for bucket in text.replace(",", ", ").split(", ")
         ]
 
     for _ in range(2):
@@ -121,11 +127,11 @@ def test_as_a_real_run_of_ddp_logs_them(which: int, cap: int | None) -> None:
     wrapped(x)
     torchs = logged("rebuilt_per_bucket_param_indices")
     assert len(torchs) > 1
-    assert ddp_buckets(**given, arrival=arrival, **limits) == torchs
+    assert ddp_buckets(**sizes, arrival=arrival, **limits) == torchs
 
 
 def vgg16() -> nn.Module:
-    """VGG-16 (Simonyan and Zisserman, configuration D), as torchvision has it."""
+    """Return VGG-16 (Simonyan and Zisserman, configuration D), as in torchvision."""
     layers: list[nn.Module] = []
     before = 3
     for width in (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512):
@@ -137,27 +143,31 @@ def vgg16() -> nn.Module:
 
 
 def resnet50() -> nn.Module:
-    """ResNet-50 (He et al.), parameters in the order of torchvision's."""
+    """Return ResNet-50 (He et al.), with parameters in the order of torchvision."""
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, bias=False), nn.BatchNorm2d(64)]
     before = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for at in range(blocks):
+        for index in range(blocks):
             sides = [
                 (before, width, 1),
                 (width, width, 3),
                 (width, 4 * width, 1),
-                *([(before, 4 * width, 1)] * (at == 0)),
+                *([(before, 4 * width, 1)] * (index == 0)),
             ]
-            for given_, made, side in sides:
-                layers += [nn.Conv2d(given_, made, side, bias=False), nn.BatchNorm2d(made)]
+            for in_channels, out_channels, side in sides:
+                layers += [
+                    nn.Conv2d(in_channels, out_channels, side, bias=False),
+                    nn.BatchNorm2d(out_channels),
+                ]
             before = 4 * width
     return nn.Sequential(*layers, nn.Linear(2048, 1000))
 
 
 def test_sizes_that_others_published() -> None:
-    """Elements of each bucket: of BERT-base and VGG-16 on two T4, from the public code of QSync
-    (MIT), qsync/Predictor/config.py; of ResNet-50 on two A100, from a trace of Holistic Trace
-    Analysis (MIT), where each all-reduce tells what it sends.
+    """Numbers of elements of each bucket.
+
+    BERT-base and VGG-16 on two T4: QSync's public code (MIT), qsync/Predictor/config.py. ResNet-50
+    on two A100: all-reduces in a trace of Holistic Trace Analysis (MIT).
     """
     import transformers as hf
 
@@ -174,6 +184,6 @@ def test_sizes_that_others_published() -> None:
         }
     for name, model in models.items():
         numels = [parameter.numel() for parameter in model.parameters()]
-        assert [sum(numels[at] for at in bucket) for bucket in ddp_buckets(numels)] == published[
-            name
-        ]
+        assert [
+            sum(numels[index] for index in bucket) for bucket in ddp_buckets(numels)
+        ] == published[name]

@@ -1,4 +1,4 @@
-"""The closed forms equal a simulation of events: of one device, of fleets, of runs."""
+"""Closed forms of the replayer, compared with an event simulation of steps and of runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = st.floats(0, 10).map(lambda value: round(value, 3))
 
 @dataclass(frozen=True)
 class Fleet:
-    """Devices with the same parameters and buckets, each with times of its own."""
+    """Devices with the same parameters and buckets, and with different times."""
 
     schedules: list[Schedule]
     buckets: list[list[int]]
@@ -36,7 +36,7 @@ class Fleet:
     begins: list[float]
 
     def locals(self) -> list[Local]:
-        ways = zip(
+        arguments = zip(
             self.schedules, self.slowdowns, self.launches, self.extra, self.beside, strict=True
         )
         return [
@@ -46,24 +46,24 @@ class Fleet:
                 slowdown=slowdown,
                 launch=launch,
                 extra=extra,
-                neighbours=beside,
+                neighbours=neighbours,
             )
-            for schedule, slowdown, launch, extra, beside in ways
+            for schedule, slowdown, launch, extra, neighbours in arguments
         ]
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        found = self.locals()
+        timelines = self.locals()
         ready, computed, optimizer = (
-            np.stack([one.ready for one in found]),
-            np.array([one.computed for one in found]),
-            np.array([one.optimizer for one in found]),
+            np.stack([timeline.ready for timeline in timelines]),
+            np.array([timeline.computed for timeline in timelines]),
+            np.array([timeline.optimizer for timeline in timelines]),
         )
         return ready, computed, optimizer, np.array(self.transfers)
 
     def devices(self, begins: list[float]) -> list[Device]:
-        """What the simulation is given is written out of the schedules anew."""
+        """Return the simulation's devices, computed from the schedules without the tested code."""
         made = []
-        for at, schedule in enumerate(self.schedules):
+        for index, schedule in enumerate(self.schedules):
             entries = [*schedule.forward, *schedule.backward]
             done_after, most = [], 0
             for bucket in self.buckets:
@@ -80,17 +80,17 @@ class Fleet:
             for position in range(len(entries) + 1):
                 for bucket, after in enumerate(done_after):
                     if after == position:
-                        if bucket in self.extra[at]:
-                            seconds.append(self.extra[at][bucket].seconds)
+                        if bucket in self.extra[index]:
+                            seconds.append(self.extra[index][bucket].seconds)
                         shifted[bucket] = len(seconds)
-                        if bucket in self.beside[at]:
-                            seconds.append(self.beside[at][bucket].seconds)
+                        if bucket in self.beside[index]:
+                            seconds.append(self.beside[index][bucket].seconds)
                 if position < len(entries):
                     seconds.append(entries[position].seconds)
-            seconds = [one * self.slowdowns[at] for one in seconds]
-            handed_over = [(n + 1) * self.launches[at] for n in range(len(seconds))]
-            optimizer = schedule.optimizer * self.slowdowns[at]
-            made.append(Device(seconds, handed_over, shifted, optimizer, begins[at]))
+            seconds = [value * self.slowdowns[index] for value in seconds]
+            handed_over = [(n + 1) * self.launches[index] for n in range(len(seconds))]
+            optimizer = schedule.optimizer * self.slowdowns[index]
+            made.append(Device(seconds, handed_over, shifted, optimizer, begins[index]))
         return made
 
 
@@ -98,10 +98,10 @@ class Fleet:
 def fleets(draw: st.DrawFn) -> Fleet:
     count, devices = draw(st.integers(0, 6)), draw(st.integers(1, 3))
     forward, backward = draw(st.integers(0, 4)), draw(st.integers(1, 8))
-    parameters = tuple(Parameter(f"p{at}", 1) for at in range(count))
+    parameters = tuple(Parameter(f"p{index}", 1) for index in range(count))
     ready = {
-        f"p{at}": draw(st.integers(0, backward - 1))
-        for at in range(count)
+        f"p{index}": draw(st.integers(0, backward - 1))
+        for index in range(count)
         if draw(st.integers(0, 9))
     }
     order = draw(st.permutations(range(count)))
@@ -109,7 +109,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
     buckets = [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, count], strict=True) if a < b]
 
     def entries(part: Part, number: int) -> tuple[Entry, ...]:
-        return tuple(Entry(f"{part}{at}", part, draw(SECONDS)) for at in range(number))
+        return tuple(Entry(f"{part}{index}", part, draw(SECONDS)) for index in range(number))
 
     def a_device(kind: st.SearchStrategy[float]) -> list[float]:
         return [draw(kind) for _ in range(devices)]
@@ -117,8 +117,8 @@ def fleets(draw: st.DrawFn) -> Fleet:
     def at_buckets() -> list[dict[int, Entry]]:
         return [
             {
-                at: Entry("", Part.OUTSIDE, draw(SECONDS))
-                for at in range(len(buckets))
+                index: Entry("", Part.OUTSIDE, draw(SECONDS))
+                for index in range(len(buckets))
                 if draw(st.booleans())
             }
             for _ in range(devices)
@@ -153,8 +153,8 @@ def equal(found: DeviceStep, wanted: tuple[list[float], list[float], list[float]
 @settings(max_examples=150, deadline=None)
 @given(fleets())
 def test_a_step_is_that_of_the_simulation(fleet: Fleet) -> None:
-    found = step(*fleet.arrays(), np.array(fleet.begins))
-    equal(found, simulated(fleet.devices(fleet.begins), fleet.transfers))
+    result = step(*fleet.arrays(), np.array(fleet.begins))
+    equal(result, simulated(fleet.devices(fleet.begins), fleet.transfers))
 
 
 @settings(max_examples=60, deadline=None)
@@ -162,21 +162,18 @@ def test_a_step_is_that_of_the_simulation(fleet: Fleet) -> None:
 def test_entries_end_as_in_the_simulation(fleet: Fleet) -> None:
     devices = fleet.devices(fleet.begins)
     simulated(devices, fleet.transfers)
-    for one, device, begin in zip(fleet.locals(), devices, fleet.begins, strict=True):
-        assert_allclose(one.ends + begin, device.ended, rtol=1e-9, atol=1e-9)
+    for timeline, device, begin in zip(fleet.locals(), devices, fleet.begins, strict=True):
+        assert_allclose(timeline.ends + begin, device.ended, rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=60, deadline=None)
 @given(fleets())
 def test_run_converges_to_the_steady_step(fleet: Fleet) -> None:
-    """Simulated steps, each begun where the last one was done, until twenty of them change nothing;
-    the mean of these.
-    """
+    """The reference is the mean of the last 20 simulated steps, after convergence."""
     if not fleet.buckets:
         return
     begins, every = [0.0] * len(fleet.schedules), []
-    # A device that is a little slower than the others falls behind by a little in each step, until
-    # they wait for it.
+    # A slightly slower device falls behind a little in each step, until the others wait for it.
     for _ in range(100):
         before = begins
         for _ in range(20):
@@ -185,29 +182,29 @@ def test_run_converges_to_the_steady_step(fleet: Fleet) -> None:
             begins = [end - min(done) for end in done]
         if np.allclose(before, begins, rtol=0, atol=1e-9):
             break
-    found = steady(*fleet.arrays())
+    result = steady(*fleet.arrays())
     ready, computed, optimizer, transfer = fleet.arrays()
     assert_allclose(
-        iteration(ready, transfer, computed, optimizer), found.seconds, rtol=1e-6, atol=1e-6
+        iteration(ready, transfer, computed, optimizer), result.seconds, rtol=1e-6, atol=1e-6
     )
-    assert_allclose(np.mean(every[-20:]), found.seconds, rtol=1e-6, atol=1e-6)
+    assert_allclose(np.mean(every[-20:]), result.seconds, rtol=1e-6, atol=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(fleets(), min_size=2, max_size=4))
 def test_batched_replay_equals_single_replays(fleets: list[Fleet]) -> None:
     shape = [(len(fleet.schedules), len(fleet.buckets)) for fleet in fleets]
-    alike = [fleet for fleet, its in zip(fleets, shape, strict=True) if its == shape[0]]
-    begins = [np.array(fleet.begins) for fleet in alike]
-    every = [fleet.arrays() for fleet in alike]
+    same_shape = [fleet for fleet, its in zip(fleets, shape, strict=True) if its == shape[0]]
+    begins = [np.array(fleet.begins) for fleet in same_shape]
+    every = [fleet.arrays() for fleet in same_shape]
     together = step(
         *(np.stack(parts) for parts in zip(*every, strict=True)),
         np.stack(begins),
     )
-    for at, (arrays, begun) in enumerate(zip(every, begins, strict=True)):
+    for index, (arrays, begun) in enumerate(zip(every, begins, strict=True)):
         alone = step(*arrays, begun)
         for name in ("ready", "sent", "arrived", "computed", "done"):
-            assert_allclose(getattr(together, name)[at], getattr(alone, name), rtol=1e-12)
+            assert_allclose(getattr(together, name)[index], getattr(alone, name), rtol=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
@@ -250,13 +247,11 @@ def test_sums_up_to_buckets(seed: int) -> None:
 
 
 def test_equation_6_by_hand() -> None:
-    """Two devices, three buckets: the second is late on the slow one, and the third waits
-    for it.
-    """
+    """The second of three buckets is late on the slow device, and the third waits for it."""
     ready = np.array([[1.0, 2.0, 3.0], [1.0, 5.0, 6.0]])
-    found = step(
+    result = step(
         ready, np.array([3.0, 6.0]), np.array([0.5, 0.5]), np.array([1.0, 3.0, 1.0]), np.zeros(2)
     )
-    assert found.sent.tolist() == [1, 5, 8]
-    assert found.arrived.tolist() == [2, 8, 9]
-    assert found.seconds == 9.5
+    assert result.sent.tolist() == [1, 5, 8]
+    assert result.arrived.tolist() == [2, 8, 9]
+    assert result.seconds == 9.5

@@ -1,4 +1,4 @@
-"""Files of clusters come from anyone: each is read, or an error says what is wrong, and where."""
+"""Cluster files: valid files are loaded; errors of other files name their cause and position."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def test_former_tables_of_nodes_name_the_present_ones(tmp_path: Path) -> None:
 
 
 def test_compressed_gradients_take_the_times_of_their_transport(tmp_path: Path) -> None:
-    """All-reduces of the default group are for uncompressed gradients alone."""
+    """All-reduce times of the default group apply to uncompressed gradients only."""
     path = tmp_path / "cluster.toml"
     path.write_text(
         "[devices.a]\ncount = 3\n[devices.a.node]\nranks = 2\n[devices.b.node]\nranks = 2\n"

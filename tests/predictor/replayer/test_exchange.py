@@ -1,5 +1,6 @@
-"""Steps with compressed gradients: the numbers that a study printed, each network predicted from
-the others.
+"""Step times with compressed gradients, compared with a published study.
+
+Each network is predicted from the others.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from qsync_fx.errors import ProfileError
 
 
 def test_networks_that_were_left_out() -> None:
-    """QSync's issue: the median error of rows of QSGD is at most 3.5%."""
+    """The median error of the QSGD rows must be at most 3.5%."""
     every = communication_study.cells()
-    found = {
+    errors = {
         cell: error
         for cell, exchange in communication_study.left_out(every).items()
         for error in communication_study.errors([cell], exchange)
     }
-    assert len(found) == len(every) == 4 * (6 * 4 + 5 * 3)
+    assert len(errors) == len(every) == 4 * (6 * 4 + 5 * 3)
     for primitive in ("MPI", "NCCL"):
-        own = [error for cell, error in found.items() if cell.primitive == primitive]
-        assert statistics.median(own) <= 0.035
-    assert statistics.median(found.values()) <= 0.025
+        selected = [error for cell, error in errors.items() if cell.primitive == primitive]
+        assert statistics.median(selected) <= 0.035
+    assert statistics.median(errors.values()) <= 0.025
     unchanged = [
         abs(cell.sample.without / cell.sample.seconds - 1)
         for cell in every
@@ -95,14 +96,16 @@ def test_fit_recovers_constants_despite_an_outlier(travel: float, coding: float,
     samples[3] = CollectiveSample(
         wrong.elements, wrong.element_bytes, wrong.without, 2 * wrong.seconds
     )
-    found = Exchange.fit(samples)
-    for one in samples[:3] + samples[4:]:
-        assert found.seconds(one.elements, one.element_bytes, one.without) == pytest.approx(
-            one.seconds, rel=5e-3
-        )
+    fitted = Exchange.fit(samples)
+    for sample in samples[:3] + samples[4:]:
+        assert fitted.seconds(
+            sample.elements, sample.element_bytes, sample.without
+        ) == pytest.approx(sample.seconds, rel=5e-3)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_samples_of_one_width_are_rejected(count: int) -> None:
     with pytest.raises(ProfileError, match="do not tell travelling from coding"):
-        Exchange.fit([CollectiveSample(1e6 * at, 1.0, 1.0, 0.9) for at in range(1, count + 1)])
+        Exchange.fit(
+            [CollectiveSample(1e6 * index, 1.0, 1.0, 0.9) for index in range(1, count + 1)]
+        )

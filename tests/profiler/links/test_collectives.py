@@ -1,4 +1,4 @@
-"""All-reduces between ranks, and what sending takes of a step: measured on two of them."""
+"""Measured all-reduces between ranks, and the communication overhead of training steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_single_rank_measures_no_collective() -> None:
 
 def rank(at: int, file: str, out: str) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=at, world_size=2)
-    (found,) = collectives()
+    (measured,) = collectives()
     sent = exchanges()
     assert [(item.transport, item.group, item.ranks) for item in sent] == [
         ("point_to_point", "all", 2),
@@ -39,16 +39,16 @@ def rank(at: int, file: str, out: str) -> None:
     norm.running_mean.fill_(at)  # type: ignore[union-attr]
     buffers = buffers_seconds(norm), buffers_seconds(nn.Linear(4, 4))
     assert all(norm.running_mean == at), "they are sent as copies"  # type: ignore[arg-type]
-    tables = [found.seconds, *(item.seconds for item in sent)]
+    tables = [measured.seconds, *(item.seconds for item in sent)]
     Path(f"{out}.{at}").write_text(json.dumps([tables, buffers]))
-    assert (found.backend, found.ranks) == ("gloo", 2)
+    assert (measured.backend, measured.ranks) == ("gloo", 2)
     distributed.destroy_process_group()
 
 
 @tiers.ALL
 def test_every_rank_has_the_same_times(tmp_path: Path) -> None:
     mp.spawn(rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out")), nprocs=2)
-    texts = [(tmp_path / f"out.{at}").read_text() for at in (0, 1)]
+    texts = [(tmp_path / f"out.{index}").read_text() for index in (0, 1)]
     assert texts[0] == texts[1]
     tables, (norm, none) = json.loads(texts[0])
     assert norm > 0 and none == 0
@@ -61,7 +61,7 @@ def test_every_rank_has_the_same_times(tmp_path: Path) -> None:
 
 def grouped_rank(at: int, file: str, out: str) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=at, world_size=4)
-    found = exchanges(groups={"inside": [(0, 1), (2, 3)], "between": [(0, 2), (1, 3)]})
+    measured = exchanges(groups={"inside": [(0, 1), (2, 3)], "between": [(0, 2), (1, 3)]})
     (some,) = exchanges(transports=["collective"], largest=2**12)
     assert [nbytes for nbytes, _ in some.seconds] == [2**10, 2**12]
     links = ProbedLinks(LinkProbe(2**12, 1.0).notes(), Hysteresis())
@@ -73,17 +73,17 @@ def grouped_rank(at: int, file: str, out: str) -> None:
     ]
     assert {item.transport for item in times.exchanges} == {"point_to_point"}
     assert all(item.seconds[-1][0] == 2**12 for item in times.exchanges)
-    Path(f"{out}.{at}").write_text(json.dumps([asdict(item) for item in found]))
+    Path(f"{out}.{at}").write_text(json.dumps([asdict(item) for item in measured]))
     distributed.destroy_process_group()
 
 
 @tiers.ALL
 def test_nodes_exchange_inside_and_between_them(tmp_path: Path) -> None:
     mp.spawn(grouped_rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out")), nprocs=4)
-    texts = [(tmp_path / f"out.{at}").read_text() for at in range(4)]
+    texts = [(tmp_path / f"out.{index}").read_text() for index in range(4)]
     assert len({*texts}) == 1
-    found = json.loads(texts[0])
-    assert [(item["transport"], item["group"], item["ranks"]) for item in found] == [
+    measured = json.loads(texts[0])
+    assert [(item["transport"], item["group"], item["ranks"]) for item in measured] == [
         (transport, group, 2)
         for transport in ("point_to_point", "collective")
         for group in ("inside", "between")
@@ -91,7 +91,7 @@ def test_nodes_exchange_inside_and_between_them(tmp_path: Path) -> None:
 
 
 class Told(nn.Sequential):
-    """A model that has something that a wrapped one does not tell."""
+    """A model with a method that the DDP wrapper lacks."""
 
     def told(self) -> float:
         return 0.5
@@ -114,25 +114,27 @@ def measuring_rank(at: int, file: str, out: str, told: bool) -> None:
     model = Told(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     batch = torch.randn(16, 64)
-    how: dict[str, Any] = {"repeats": 1, "sensitivity": None, "progress": False}
-    profile = qsync_fx.measure(model, told_step if told else plain_step, [batch], ["fp32"], **how)
-    (found,) = profile.collectives
-    assert all(torch.equal(one, now) for one, now in zip(before, model.parameters(), strict=True))
+    arguments: dict[str, Any] = {"repeats": 1, "sensitivity": None, "progress": False}
+    profile = qsync_fx.measure(
+        model, told_step if told else plain_step, [batch], ["fp32"], **arguments
+    )
+    (collective,) = profile.collectives
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
     if at == 0:
-        # Nothing of what was wrapped is left: one rank trains without the other.
+        # The DDP wrapper is removed, so that one rank can train without the other.
         plain_step(model, batch).backward()  # type: ignore[no-untyped-call]
     distributed.barrier()
-    assert told or found.copies is not None
-    assert {item.transport for item in found.exchanges} == {"point_to_point", "collective"}
-    Path(f"{out}.{at}").write_text(json.dumps([found.seconds, found.busy]))
+    assert told or collective.copies is not None
+    assert {item.transport for item in collective.exchanges} == {"point_to_point", "collective"}
+    Path(f"{out}.{at}").write_text(json.dumps([collective.seconds, collective.busy]))
     distributed.destroy_process_group()
 
 
 @tiers.ALL
 def test_measurement_finds_the_communication_overhead_of_steps(tmp_path: Path) -> None:
     mp.spawn(measuring_rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out"), False), nprocs=2)
-    texts = [(tmp_path / f"out.{at}").read_text() for at in (0, 1)]
+    texts = [(tmp_path / f"out.{index}").read_text() for index in (0, 1)]
     assert texts[0] == texts[1]
     assert 0 <= json.loads(texts[0])[1] <= 4
 
@@ -147,14 +149,16 @@ def test_step_reading_model_attributes_is_measured_without_ddp(
 
 @given(st.lists(st.floats(1e-6, 1.0), max_size=12))
 def test_a_table_rises_and_has_the_sum_that_was_measured(seconds: list[float]) -> None:
-    table = [(2**power, taken) for power, taken in enumerate(seconds)]
-    found = [taken for _, taken in rising(table)]
-    assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(found))
-    assert sum(found) == pytest.approx(sum(seconds))
+    table = [(2**power, duration) for power, duration in enumerate(seconds)]
+    result = [duration for _, duration in rising(table)]
+    assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(result))
+    assert sum(result) == pytest.approx(sum(seconds))
     if seconds == sorted(seconds):
-        assert found == pytest.approx(seconds)
+        assert result == pytest.approx(seconds)
 
 
 def test_occasional_delays_count_for_all_sizes() -> None:
-    found = rising([(1, 0.4), (2, 3.0), (4, 2.8), (8, 0.5), (16, 0.7), (32, 2.0), (64, 9.0)])
-    assert [taken for _, taken in found] == pytest.approx([0.4, 1.75, 1.75, 1.75, 1.75, 2.0, 9.0])
+    result = rising([(1, 0.4), (2, 3.0), (4, 2.8), (8, 0.5), (16, 0.7), (32, 2.0), (64, 9.0)])
+    assert [duration for _, duration in result] == pytest.approx(
+        [0.4, 1.75, 1.75, 1.75, 1.75, 2.0, 9.0]
+    )

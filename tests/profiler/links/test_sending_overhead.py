@@ -1,6 +1,4 @@
-"""What sending takes of a device is what has steps that were trained together take as long as they
-did.
-"""
+"""Fit of a device's communication overhead to the measured duration of joint steps."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from qsync_fx.profiler.profile import CodecSpeed, Collective, Profile
 
 TABLE = [(2**10, 1e-7), (2**20, 1e-6), (2**24, 1.6e-5)]
 EXCHANGES = [Exchange("point_to_point", "all", 2, [(2.0**10, 2e-7), (2.0**24, 2e-5)])]
-"""With the transport of compressed gradients, another link than that of `TABLE`."""
+"""Times of the transport of compressed gradients, whose link differs from `TABLE`."""
 PLAN = Plan.uniform("fp32")
 
 
@@ -40,7 +38,7 @@ def profile() -> Profile:
 def steps(
     profile: Profile, busy: float, slower: float, copies: float = 1e-9, coding: float | None = None
 ) -> JointSteps:
-    """Returns steps as the replayer predicts them; this rank is twice as fast as the slowest."""
+    """Return steps that the replayer predicts; this rank is twice as fast as the slowest."""
     schedule = CostMapper(profile.graph, profile.times(), PLAN).schedule()
     nbytes = sum(parameter.numel * parameter.dtype_bytes for parameter in schedule.parameters)
     table = [(float(nbytes), seconds) for nbytes, seconds in TABLE]
@@ -54,10 +52,14 @@ def steps(
     sending, coded = float(simulate({"t4": schedule}, cluster).step.seconds), None
     if coding is not None:
         rates = slowed(of_speeds(profile.codecs, ""), slower)
-        how = by_bucket({"t4": schedule}, cluster, uniform(schedule.parameters, CODEC), rates)
-        coded = float(simulate({"t4": schedule}, cluster, how).step.seconds)
-    own, slowest = (Unsent(times * slower * left, times * slower * copied) for times in (0.5, 1.0))
-    return JointSteps(own, slowest, sending, 2**20, coded)
+        compression = by_bucket(
+            {"t4": schedule}, cluster, uniform(schedule.parameters, CODEC), rates
+        )
+        coded = float(simulate({"t4": schedule}, cluster, compression).step.seconds)
+    this_rank, slowest = (
+        Unsent(times * slower * left, times * slower * copied) for times in (0.5, 1.0)
+    )
+    return JointSteps(this_rank, slowest, sending, 2**20, coded)
 
 
 @pytest.mark.parametrize("busy", [0.3, 0.6, 1.0, 1.7])
@@ -66,11 +68,11 @@ def steps(
 def test_fit_recovers_the_overhead_of_synthetic_steps(
     profile: Profile, busy: float, slower: float, copies: float
 ) -> None:
-    found = taken_in_steps(
+    result = taken_in_steps(
         profile, Collective("gloo", 2, TABLE), [(PLAN, steps(profile, busy, slower, copies))]
     )
-    assert found.slowdown == pytest.approx(slower / 2), "this rank is twice as fast as the slowest"
-    assert (found.copies, found.busy) == (
+    assert result.slowdown == pytest.approx(slower / 2), "this rank is twice as fast as the slowest"
+    assert (result.copies, result.busy) == (
         pytest.approx(copies, abs=1e-15),
         pytest.approx(busy, abs=0.01),
     )
@@ -79,23 +81,23 @@ def test_fit_recovers_the_overhead_of_synthetic_steps(
 def test_extreme_steps_give_the_minimum_and_maximum_overhead(
     profile: Profile,
 ) -> None:
-    seen, table = steps(profile, 0.0, 1.0), Collective("gloo", 2, TABLE)
+    joint, table = steps(profile, 0.0, 1.0), Collective("gloo", 2, TABLE)
     assert (
-        taken_in_steps(profile, table, [(PLAN, replace(seen, sending=seen.slowest.copied))]).busy
+        taken_in_steps(profile, table, [(PLAN, replace(joint, sending=joint.slowest.copied))]).busy
         == 0
     )
-    endless = replace(seen, sending=100 * seen.slowest.copied)
+    endless = replace(joint, sending=100 * joint.slowest.copied)
     assert taken_in_steps(profile, table, [(PLAN, endless)]).busy == pytest.approx(MOST, abs=0.01)
 
 
 def test_a_step_that_copying_makes_shorter_by_chance_has_copies_of_no_time(
     profile: Profile,
 ) -> None:
-    seen = steps(profile, 1.0, 1.0)
-    faster = Unsent(seen.own.left, 0.9 * seen.own.left)
+    joint = steps(profile, 1.0, 1.0)
+    faster = Unsent(joint.own.left, 0.9 * joint.own.left)
     assert (
         taken_in_steps(
-            profile, Collective("gloo", 2, TABLE), [(PLAN, replace(seen, own=faster))]
+            profile, Collective("gloo", 2, TABLE), [(PLAN, replace(joint, own=faster))]
         ).copies
         == 0
     )
@@ -107,20 +109,20 @@ def test_codec_time_reproduces_the_measured_steps(
     profile: Profile, slower: float, coding: float
 ) -> None:
     coded = replace(profile, codecs=[CodecSpeed(name, 2e9, 3e9) for name in (CODEC, "fp32")])
-    seen = steps(coded, 0.6, slower, coding=coding)
+    joint = steps(coded, 0.6, slower, coding=coding)
     table = Collective("gloo", 2, TABLE, exchanges=EXCHANGES)
-    found = taken_in_steps(coded, table, [(PLAN, seen)])
-    assert (found.busy, found.coding) == (
+    result = taken_in_steps(coded, table, [(PLAN, joint)])
+    assert (result.busy, result.coding) == (
         pytest.approx(0.6, abs=0.01),
         pytest.approx(coding, abs=0.01),
     )
-    assert taken_in_steps(profile, table, [(PLAN, seen)]).coding is None, (
+    assert taken_in_steps(profile, table, [(PLAN, joint)]).coding is None, (
         "how fast codecs are is not known"
     )
-    assert taken_in_steps(coded, Collective("gloo", 2, TABLE), [(PLAN, seen)]).coding is None, (
+    assert taken_in_steps(coded, Collective("gloo", 2, TABLE), [(PLAN, joint)]).coding is None, (
         "the link of the codecs was not measured"
     )
-    assert taken_in_steps(coded, table, [(PLAN, replace(seen, coded=None))]).coding is None, (
+    assert taken_in_steps(coded, table, [(PLAN, replace(joint, coded=None))]).coding is None, (
         "nothing was coded"
     )
 

@@ -1,4 +1,4 @@
-"""Parts of batches, and the noise of gradients between batches."""
+"""Fractions of batches, and the noise of gradients between batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_parts_of_batches() -> None:
         and len(batch["x"]) == 10
     )
     assert len(part_of(x, 0.01)) == 1
-    assert [len(one) for one in stepped([x], 3, 0.5)] == [5, 5, 5]
+    assert [len(part) for part in stepped([x], 3, 0.5)] == [5, 5, 5]
     assert len(list(stepped(iter([x, x]), 3, 1.0))) == 2
 
 
@@ -55,8 +55,8 @@ def test_noise_is_the_variance_of_the_gradient_between_batches() -> None:
         gradients = torch.autograd.grad(step(model, batch), list(model.parameters()))
         rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
     expected = float(torch.stack(rows).double().var(0).sum())
-    whole, halves = noise(data), noise(data, fraction=0.5)
-    assert whole is not None and abs(whole / expected - 1) < 0.4
+    full, halves = noise(data), noise(data, fraction=0.5)
+    assert full is not None and abs(full / expected - 1) < 0.4
     assert halves is not None and abs(halves / expected - 1) < 0.4
     assert noise(data[:1]) is None
 

@@ -1,4 +1,4 @@
-"""Formats that round to nearest: errors are known, and so is what they do."""
+"""Sensitivity to formats that round to nearest, whose errors are deterministic."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.support.planning.looked_models import batches, step
 
 
 class Scaled(nn.Module):
-    """Two that follow one another, both with roundings of their own."""
+    """Two consecutive operators that both round their result."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.gelu(x) * 0.3
 
 
 class Forked(nn.Module):
-    """One reader is narrow, the other is not."""
+    """A tensor with one reader in the narrow format and one in a wide format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Forked(nn.Module):
 
 
 class Joined(nn.Module):
-    """What a list holds is read by one operator."""
+    """An operator that reads a list of tensors."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([torch.sigmoid(x[:, :32]), x[:, 32:]], 1)
@@ -56,16 +56,14 @@ def stack(middle: Callable[[], nn.Module]) -> nn.Module:
 def test_downstream_operators_in_the_format_count_to_the_operator(
     middle: Callable[[], nn.Module],
 ) -> None:
-    """ "injected" lets an operator err as it does: where nothing is drawn that is what a run under
-    the plan gives.
-    """
+    """Method "injected" adds the exact deterministic error, so it equals a run under the plan."""
     model = small_models.build(lambda: stack(middle))
     looking = _SensitivityRun(Captured(model), step, ["bf16"], 0)
     with looking.at(0, batches()[0]) as now:
-        found, truth = Injected().look(now()), MonteCarlo().look(now())
-    assert found.keys() == truth.keys()
+        estimate, truth = Injected().look(now()), MonteCarlo().look(now())
+    assert estimate.keys() == truth.keys()
     for key, square in truth.items():
-        assert found[key] == pytest.approx(square, rel=0.02), key
+        assert estimate[key] == pytest.approx(square, rel=0.02), key
 
 
 @tiers.ALL
@@ -76,13 +74,13 @@ def test_second_derivatives_carry_the_very_errors(middle: Callable[[], nn.Module
     model = small_models.build(lambda: stack(middle))
     looking = _SensitivityRun(Captured(model), step, ["bf16"], 0)
     with looking.at(0, batches()[0]) as now:
-        found, truth = SecondOrder(draws=512).look(now()), MonteCarlo().look(now())
+        estimate, truth = SecondOrder(draws=512).look(now()), MonteCarlo().look(now())
     for key, square in truth.items():
-        assert found[key] == pytest.approx(square, rel=0.25), key
+        assert estimate[key] == pytest.approx(square, rel=0.25), key
 
 
 def held_in_bf16(model: nn.Module) -> nn.Module:
-    """Gives parameters values that BF16 holds, so that of a layer its result alone is rounded."""
+    """Set parameters to values that BF16 represents, so that only a layer's result is rounded."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_((parameter * 64).round() / 64)
@@ -91,7 +89,7 @@ def held_in_bf16(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_gates_behind_an_operator_flip_where_its_errors_move_them(whole: bool) -> None:
-    """Rounding a result to nearest moves nothing past zero, however near it lies."""
+    """Rounding a result to nearest never changes its sign, however close it is to zero."""
     model = small_models.build(
         lambda: nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 10))
     )
@@ -100,9 +98,9 @@ def test_gates_behind_an_operator_flip_where_its_errors_move_them(whole: bool) -
     x = (torch.randn(64, 16, generator=generator) * 4).round() / 4
     looking = _SensitivityRun(Captured(model), step, ["bf16"], 0)
     with looking.at(0, (x, torch.arange(64) % 10)) as now:
-        found, truth = SecondOrder(draws=256).look(now()), MonteCarlo().look(now())
+        estimate, truth = SecondOrder(draws=256).look(now()), MonteCarlo().look(now())
     for key, square in truth.items():
-        assert found[key] == pytest.approx(square, rel=0.25), key
+        assert estimate[key] == pytest.approx(square, rel=0.25), key
 
 
 def test_large_models_have_fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:

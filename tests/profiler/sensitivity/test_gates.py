@@ -1,4 +1,4 @@
-"""Gates that noise flips."""
+"""Error from ReLU and max-pooling gates that noise flips."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @pytest.mark.parametrize("kind", ["relu", "max_pool2d"])
 def test_gates_flip_as_often_as_noise_flips_them(kind: str) -> None:
-    """The error of the gradient that passes, against real noise in front."""
+    """The predicted error of the passed gradient is compared with real noise at the input."""
     from torch.fx import symbolic_trace
 
     from qsync_fx.profiler.tensor_capture.nonsmooth_ops import (
@@ -34,9 +34,9 @@ def test_gates_flip_as_often_as_noise_flips_them(kind: str) -> None:
 
     incoming = torch.randn(target(x, *args).shape, generator=generator)
     slope = torch.randn(x.shape, generator=generator)
-    found = gate(node, (x.requires_grad_(), *args), {})
-    assert found is not None
-    _, places, rivals = found
+    gates = gate(node, (x.requires_grad_(), *args), {})
+    assert gates is not None
+    _, places, rivals = gates
     x = x.detach()
     made = NonsmoothOperator("a", None, None, x.numel(), places, rivals)  # type: ignore[arg-type]
     flips = made.histogram(made.weights(slope, incoming))
@@ -46,7 +46,7 @@ def test_gates_flip_as_often_as_noise_flips_them(kind: str) -> None:
             passed(x + deviation * torch.randn(x.shape, generator=generator)) - exact
             for _ in range(60)
         ]
-        # Gates are independent: the mean square of what signs would make of their sum.
+        # Gates are independent: the mean square of a sum with random signs is the sum of squares.
         if kind == "relu":
             wanted = sum(float((n * slope).square().sum()) for n in noisy) / 60
         else:

@@ -1,6 +1,4 @@
-"""Norms of narrow activations beside FP32 parameters are those of the CPU, as they are computed for
-a GPU.
-"""
+"""Norms of narrow activations with FP32 parameters on a GPU, compared with norms in FP64."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ def test_a_norm_is_widened(kind: str, dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(6, 8, 32).to(dtype), torch.randn(32), torch.randn(32)
     target: Any = aten.layer_norm.default if kind == "layer" else aten.group_norm.default
     args = (x, [32], weight, bias) if kind == "layer" else (x, 4, weight[:8], bias[:8])
-    found = called(target, args, {}, device="cuda")
-    assert found.dtype is dtype
+    result = called(target, args, {}, device="cuda")
+    assert result.dtype is dtype
     expected = target(
         x.double(), *(a.double() if isinstance(a, torch.Tensor) else a for a in args[1:])
     )
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2**-7, "atol": 1e-2}
-    torch.testing.assert_close(found.double(), expected, **near)
+    torch.testing.assert_close(result.double(), expected, **near)

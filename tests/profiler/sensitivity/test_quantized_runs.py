@@ -1,4 +1,4 @@
-"""What is seen of a model's sensitivity is what quantized runs of it do."""
+"""Sensitivities of a model, compared with quantized runs of the model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from tests.support.planning.looked_models import batches, step, wide
 
 def test_exact_converges_for_a_network_of_gates() -> None:
     model = small_models.build(lambda: wide(nn.ReLU))
-    held = agreement(
+    result = agreement(
         *several(
             model, step, batches(), ["second_order", "monte_carlo"], ["int8"], steps=4, fraction=1.0
         ),
         "int8",
     )
-    assert 0.5 < held.ratio < 2, held
+    assert 0.5 < result.ratio < 2, result
 
 
 @tiers.ALL
 @pytest.mark.parametrize("activation", [nn.GELU, nn.ReLU])
 def test_exact_and_injected_equal_quantized_runs(activation: type[nn.Module]) -> None:
-    """Of a network of ReLUs second derivatives alone tell a small part: gates flip."""
+    """In a ReLU network, flipped gates cause most of the error, not second derivatives."""
     model = small_models.build(lambda: wide(activation))
-    found = several(
+    sensitivities = several(
         model,
         step,
         batches(),
@@ -41,12 +41,12 @@ def test_exact_and_injected_equal_quantized_runs(activation: type[nn.Module]) ->
         steps=12,
         fraction=1.0,
     )
-    exact, injected, truth = found
-    for one in (exact, injected):
-        held = agreement(one, truth, "int8")
-        assert held.operators == 5
-        assert 0.6 < held.ratio < 1.6, held
-        assert held.spearman >= (0.9 if one is exact else 0.7), held
+    exact, injected, truth = sensitivities
+    for estimate in (exact, injected):
+        result = agreement(estimate, truth, "int8")
+        assert result.operators == 5
+        assert 0.6 < result.ratio < 1.6, result
+        assert result.spearman >= (0.9 if estimate is exact else 0.7), result
 
 
 @tiers.ALL
@@ -58,11 +58,11 @@ def test_variances_of_two_operators_add_up() -> None:
     model = small_models.build(lambda: wide(nn.GELU))
     looking = _SensitivityRun(Captured(model), step, ["int8"], 0)
     with looking.at(0, batches()[0]) as now:
-        one, exact = now(), now().gradients()
+        gradient_step, exact = now(), now().gradients()
 
         def square(*names: str) -> float:
             plan = Plan("fp32", operators=dict.fromkeys(names, "int8"))
-            return one.square_error(lowered(plan), exact, 200)
+            return gradient_step.square_error(lowered(plan), exact, 200)
 
         for pair in (("0/linear", "4/linear"), ("2/linear", "8/linear")):
             assert square(*pair) / (square(pair[0]) + square(pair[1])) == pytest.approx(1, abs=0.25)
@@ -70,25 +70,22 @@ def test_variances_of_two_operators_add_up() -> None:
 
 @tiers.ALL
 def test_the_error_grows_with_the_square_of_the_step_and_at_gates_with_the_step() -> None:
-    """Formats of one bit less: FP8's mantissas.
-
-    With GELU four times the error, with ReLU twice as much and more.
-    """
+    """E5M2 has one mantissa bit less than E4M3: 4 times the variance with GELU, 2 with ReLU."""
 
     def growth(activation: Callable[[], nn.Module]) -> float:
         model = small_models.build(lambda: wide(activation))
-        (found,) = several(
+        (sensitivity,) = several(
             model, step, batches(), ["second_order"], ["fp8", "fp8_e5m2"], steps=6, fraction=1.0
         )
         first = "2/linear"
-        return found.of(first, "fp8_e5m2") / found.of(first, "fp8")
+        return sensitivity.of(first, "fp8_e5m2") / sensitivity.of(first, "fp8")
 
     assert growth(nn.GELU) > 3.3
     assert 1.5 < growth(nn.ReLU) < 3.3
 
 
 class Residual(nn.Module):
-    """A sum hands one and the same gradient to both of its operands."""
+    """A residual sum, whose operands receive the same gradient tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +111,7 @@ def test_an_error_in_a_gradient_counts_for_its_operator_alone() -> None:
 
 
 class Unrecorded(nn.Module):
-    """A part that the model computes without gradients."""
+    """A model that computes a part without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,13 +125,13 @@ class Unrecorded(nn.Module):
 
 def test_operators_under_no_grad_add_variance() -> None:
     model = small_models.build(Unrecorded)
-    held = agreement(
+    result = agreement(
         *several(
             model, step, batches(), ["second_order", "monte_carlo"], ["int8"], steps=4, fraction=1.0
         ),
         "int8",
     )
-    assert held.operators == 2 and 0.5 < held.ratio < 2, held
+    assert result.operators == 2 and 0.5 < result.ratio < 2, result
 
 
 @tiers.ALL
@@ -142,8 +139,8 @@ def test_frozen_layers_and_inputs_without_gradients_still_make_noise() -> None:
     model = wide(nn.GELU)
     for parameter in (*model[0].parameters(), *model[2].parameters()):
         parameter.requires_grad_(False)
-    found = several(
+    sensitivities = several(
         model, step, batches(), ["second_order", "monte_carlo"], ["int8"], steps=8, fraction=1.0
     )
-    held = agreement(*found, "int8")
-    assert held.spearman >= 0.9 and 0.5 < held.ratio < 2
+    result = agreement(*sensitivities, "int8")
+    assert result.spearman >= 0.9 and 0.5 < result.ratio < 2

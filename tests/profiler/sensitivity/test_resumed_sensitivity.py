@@ -1,4 +1,4 @@
-"""What was found before an interruption is not looked for again, and what comes out is the same."""
+"""Sensitivity runs that resume after an interruption: equal results without repeated work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.planning.looked_models import Batch, batches, step, wide
 
 
 class Counted:
-    """A step that counts its calls, and is interrupted at one of them."""
+    """A step that counts its calls and raises KeyboardInterrupt at one of them."""
 
     def __init__(self, interrupted_at: int = -1) -> None:
         self.calls, self.interrupted_at = 0, interrupted_at
@@ -48,36 +48,34 @@ def found(
 
 @pytest.mark.parametrize("train", [False, True])
 def test_interrupted_sensitivity_resumes(tmp_path: Path, train: bool) -> None:
-    """Between steps that were looked at the model trains again, so that the others see the weights
-    that they would have seen.
-    """
-    asked: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.5)} if train else {}
-    path, whole = tmp_path / "sensitivity.json", Counted()
-    wanted = found(whole, None, **asked)
+    """The resumed run repeats the training between finished steps, so that weights are the same."""
+    arguments: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.5)} if train else {}
+    path, uninterrupted = tmp_path / "sensitivity.json", Counted()
+    wanted = found(uninterrupted, None, **arguments)
     with pytest.raises(KeyboardInterrupt):
-        # The last passes of a step are for the noise of the gradient and for the optimizer.
-        found(Counted(interrupted_at=whole.calls - train - 1), path, **asked)
+        # The last passes of a step measure the gradient noise and run the optimizer.
+        found(Counted(interrupted_at=uninterrupted.calls - train - 1), path, **arguments)
     (partial,) = tmp_path.iterdir()
     assert INTERRUPTED.load(partial).steps == 2
     again = Counted()
-    result = found(again, path, **asked)
+    result = found(again, path, **arguments)
     assert (result.variance, result.trace) == (wanted.variance, wanted.trace)
     assert result.noise == wanted.noise
     assert not partial.exists() and Sensitivity.load(path) == result.finite()
     assert (
-        again.calls <= whole.calls + 2
-    )  # each step that was looked at is run once, to see its graphs
+        again.calls <= uninterrupted.calls + 2
+    )  # each finished step runs once, to capture its graphs
 
 
 def test_methods_restore_their_state(tmp_path: Path) -> None:
     partial, names = tmp_path / "partial", ["second_order", "paper"]
     wanted = several(model(), step, batches(), names, ["int8"], steps=3)
-    whole = Counted()
-    several(model(), whole, batches(), names, ["int8"], steps=3)
+    uninterrupted = Counted()
+    several(model(), uninterrupted, batches(), names, ["int8"], steps=3)
     with pytest.raises(KeyboardInterrupt):
         several(
             model(),
-            Counted(interrupted_at=whole.calls),
+            Counted(interrupted_at=uninterrupted.calls),
             batches(),
             names,
             ["int8"],
@@ -85,7 +83,7 @@ def test_methods_restore_their_state(tmp_path: Path) -> None:
             partial=partial,
         )
     result = several(model(), step, batches(), names, ["int8"], steps=3, partial=partial)
-    assert [one.trace for one in result] == [one.trace for one in wanted]
+    assert [item.trace for item in result] == [item.trace for item in wanted]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,7 @@ def test_invalid_variance_is_reported_in_its_step(tmp_path: Path) -> None:
 
 @tiers.ALL
 def test_measure_resumes_its_sensitivity(tmp_path: Path) -> None:
-    path, whole = tmp_path / "profile.json", Counted()
+    path, uninterrupted = tmp_path / "profile.json", Counted()
 
     def measured(counted: Counted, path: Path | None) -> qsync_fx.Profile:
         return qsync_fx.measure(
@@ -149,15 +147,15 @@ def test_measure_resumes_its_sensitivity(tmp_path: Path) -> None:
             progress=False,
         )
 
-    wanted = measured(whole, None).sensitivity
+    wanted = measured(uninterrupted, None).sensitivity
     with pytest.raises(KeyboardInterrupt):
-        measured(Counted(interrupted_at=whole.calls - 1), path)
-    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        measured(Counted(interrupted_at=uninterrupted.calls - 1), path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
         "profile.json.partial",
         "profile.json.sensitivity.partial",
     ]
     again = Counted()
     profile = measured(again, path)
     assert profile.sensitivity is not None and wanted is not None
-    assert profile.sensitivity.variance == wanted.variance and again.calls < whole.calls
-    assert [one.name for one in tmp_path.iterdir()] == ["profile.json"]
+    assert profile.sensitivity.variance == wanted.variance and again.calls < uninterrupted.calls
+    assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]

@@ -1,4 +1,4 @@
-"""What a user is told: mistakes, and how far it is."""
+"""Error messages and progress of a sensitivity run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_other_invalid_arguments_are_errors() -> None:
 
 
 class _Once(torch.autograd.Function):
-    """A gradient that has none of its own."""
+    """A function whose gradient is not differentiable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class _Once(torch.autograd.Function):
 
 
 def test_model_without_second_derivatives_names_other_methods() -> None:
-    """Here outside of the model, in the user's loss."""
+    """The function is in the user's loss, outside of the model."""
     model = wide(nn.GELU)
 
     def loss(called: Any, batch: Batch) -> Tensor:
@@ -79,18 +79,18 @@ def test_model_without_second_derivatives_names_other_methods() -> None:
     with pytest.raises(ProfileError, match="cannot be differentiated twice") as raised:
         qsync_fx.sensitivity(model, loss, batches(), precisions=["int8"], steps=1)
     assert 'method="injected"' in str(raised.value)
-    found = qsync_fx.sensitivity(model, loss, batches(), "injected", ["int8"], steps=1)
-    assert all(by["int8"] > 0 for by in found.variance.values())
+    result = qsync_fx.sensitivity(model, loss, batches(), "injected", ["int8"], steps=1)
+    assert all(by["int8"] > 0 for by in result.variance.values())
 
 
 def test_progress_is_shown_unless_disabled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(qsync_fx.progress, "_EVERY", 0.0)
-    how: dict[str, Any] = {"precisions": ["int8"], "steps": 1}
-    qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), progress=False, **how)
+    arguments: dict[str, Any] = {"precisions": ["int8"], "steps": 1}
+    qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), progress=False, **arguments)
     assert capsys.readouterr().err == ""
-    qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), **how)
+    qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), **arguments)
     assert capsys.readouterr().err.startswith("qsync: sensitivity of Sequential: 1 of 1 after ")
 
 

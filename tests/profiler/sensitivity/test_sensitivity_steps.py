@@ -1,7 +1,7 @@
-"""How many steps a sensitivity needs: as many as its mean asks for.
+"""Number of steps of a sensitivity run, determined by the convergence of its mean.
 
-Invariant: what does not vary needs the fewest steps; what varies is looked at until its mean is
-    known, or all steps are taken.
+Invariant: constant values need the minimum number of steps; varying values are sampled until their
+mean converges or the maximum number of steps is reached.
 """
 
 import statistics
@@ -44,13 +44,14 @@ def test_common_noise_does_not_delay_convergence(spread: float, seed: int) -> No
     drawn = Random(seed)
     factors = [drawn.gauss(1.0, spread) for _ in range(LEAST)]
     common = [{("a", "bf16"): factor, ("b", "bf16"): 3.0 * factor} for factor in factors]
-    known = statistics.stdev(factors) / LEAST**0.5 <= 2 * WITHIN * statistics.fmean(factors)
-    assert settled(common, WITHIN) == known
+    converged = statistics.stdev(factors) / LEAST**0.5 <= 2 * WITHIN * statistics.fmean(factors)
+    assert settled(common, WITHIN) == converged
 
 
 def test_negligible_operators_do_not_delay_convergence() -> None:
     little = [
-        {**step, ("c", "bf16"): 1e-3 * (at % 2)} for at, step in enumerate(trace_of(LEAST, 0.0))
+        {**step, ("c", "bf16"): 1e-3 * (index % 2)}
+        for index, step in enumerate(trace_of(LEAST, 0.0))
     ]
     assert settled(little, WITHIN)
     assert not settled(
@@ -72,11 +73,11 @@ def test_single_batch_is_repeated_only_while_informative() -> None:
     def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return mse_loss(model(batch[0]), batch[1])
 
-    (found,) = several(model, step, batches, ["second_order"], ["bf16"], steps=50, within=0.2)
-    assert LEAST <= found.steps < 50 and len(found.trace) == found.steps
+    (result,) = several(model, step, batches, ["second_order"], ["bf16"], steps=50, within=0.2)
+    assert LEAST <= result.steps < 50 and len(result.trace) == result.steps
     (all_of_them,) = several(
-        model, step, batches, ["second_order"], ["bf16"], steps=found.steps + 1
+        model, step, batches, ["second_order"], ["bf16"], steps=result.steps + 1
     )
-    assert all_of_them.steps == found.steps + 1 and list(all_of_them.trace[:-1]) == list(
-        found.trace
+    assert all_of_them.steps == result.steps + 1 and list(all_of_them.trace[:-1]) == list(
+        result.trace
     )

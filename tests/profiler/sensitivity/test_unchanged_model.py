@@ -1,4 +1,4 @@
-"""Whoever looks at a model changes nothing: neither what it computes nor what it holds."""
+"""Sensitivity runs leave the model, its gradients and the random state unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.planning.looked_models import Batch, batches, step
 
 
 class Twice(nn.Module):
-    """A layer that is called twice, a functional product, a residual, and a write in place."""
+    """A layer called twice, a functional product, a residual sum, and an in-place operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Checkpointed(nn.Module):
 
 
 class Broken(nn.Module):
-    """A graph break in the middle."""
+    """A model with a graph break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,13 +69,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "name", [n if n == "twice" else pytest.param(n, marks=tiers.ALL) for n in MODELS]
 )
 def test_sensitivity_does_not_change_the_training_state(name: str) -> None:
-    """Run as a whole or operator by operator, gradients are the model's own to the last bit; ids
-    are those of plans.
-    """
+    """Gradients are bit-exact for runs by graph and by operator; operator ids equal plan ids."""
     make, width = MODELS[name]
     model = small_models.build(make)
     (batch, *_) = batches(width)
-    captured, seen = Captured(model), list[str]()
+    captured, ids = Captured(model), list[str]()
 
     def gradients(called: Any) -> dict[str, Tensor]:
         torch.manual_seed(1)
@@ -84,7 +82,7 @@ def test_sensitivity_does_not_change_the_training_state(name: str) -> None:
         return small_models.gradients(model)
 
     def tap(operator: Any, given: list[Any], call: Any) -> Any:
-        seen.append(str(operator.id))
+        ids.append(str(operator.id))
         return call(given)
 
     wanted = gradients(model)
@@ -92,11 +90,11 @@ def test_sensitivity_does_not_change_the_training_state(name: str) -> None:
         with captured.running(run):
             small_models.assert_equal(gradients(captured.call), wanted)
     explained = qsync_fx.explain(model, batch[0], options={"precision": "fp32"})
-    assert sorted(seen) == sorted(
+    assert sorted(ids) == sorted(
         str(op.id) for op in explained.operators if op.kind == "adjustable"
     )
     if name == "twice":
-        assert seen == ["layer/linear", "layer/linear#1", "/matmul@layer"]
+        assert ids == ["layer/linear", "layer/linear#1", "/matmul@layer"]
 
 
 def state(model: nn.Module) -> list[Tensor]:
@@ -113,7 +111,7 @@ def test_a_model_is_left_as_it_was(method: str) -> None:
     step(model, batches(width)[0]).backward()
     model.conv.eval()
     before, place = state(model), qsync_fx.rounding_stream.state_dict()
-    found = qsync_fx.sensitivity(
+    result = qsync_fx.sensitivity(
         model,
         step,
         batches(width),
@@ -126,10 +124,10 @@ def test_a_model_is_left_as_it_was(method: str) -> None:
     assert (model.training, model.conv.training) == (True, False)
     assert qsync_fx.rounding_stream.state_dict() == place
     explained = qsync_fx.explain(model, batches(width)[0][0], options={"precision": "fp32"})
-    assert found.operators == [str(op.id) for op in explained.operators if op.kind == "adjustable"]
-    assert (found.steps, len(found.trace), found.precisions) == (2, 2, ["bf16", "int8"])
-    weights = [name for name in found.operators if name.endswith(("linear", "conv2d"))]
-    assert all(found.of(name, "int8") > 0 for name in weights)
+    assert result.operators == [str(op.id) for op in explained.operators if op.kind == "adjustable"]
+    assert (result.steps, len(result.trace), result.precisions) == (2, 2, ["bf16", "int8"])
+    weights = [name for name in result.operators if name.endswith(("linear", "conv2d"))]
+    assert all(result.of(name, "int8") > 0 for name in weights)
 
 
 def test_a_model_is_left_as_it_was_when_a_step_fails() -> None:

@@ -1,4 +1,4 @@
-"""Rank of the tests of AQGB; tests/communication runs it as a process."""
+"""Rank process of the AQGB tests, started by tests/communication."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support.processes import ranks
 
 
 class Clock:
-    """Link for a rank whose blocks arrive every `gap` seconds, with `rate` bytes per second."""
+    """Simulated clock that advances by `gap` seconds per call; the link sends `rate` bytes/s."""
 
     def __init__(self, gap: float, rate: float) -> None:
         self.gap, self.rate, self.now, self.link = gap, rate, 0.0, 0.0
         clock, sent = self, aqgb.PendingTransfers
 
         class Timed(sent):  # type: ignore[misc, valid-type]
-            """Delay the last message of a segment by the time of the link."""
+            """Transfers that add the time of a segment on the link to its last receive."""
 
             def __init__(self, group: Any, about: str) -> None:
                 super().__init__(group, about)
@@ -42,7 +42,7 @@ class Clock:
             def wait_received(self, rank: int, number: int = 0) -> None:
                 super().wait_received(rank, number)
                 theirs, mine = self.sizes[number]
-                if number % 2 and not any(tag == number for _, tag in self._coming):  # no head
+                if number % 2 and not any(tag == number for _, tag in self._coming):  # a payload
                     clock.link += max(mine[0], sum(theirs) / len(theirs)) / clock.rate
 
         aqgb.PendingTransfers = Timed
@@ -55,13 +55,13 @@ class Clock:
 
 
 def adapting(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """AQGB over real sockets with a simulated clock; each rank has a different link."""
+    """Train with AQGB over sockets and simulated links of different bandwidth per rank."""
     codec = Adaptive(feedback=job["feedback"], segment=2**14)
     model = parallel()
     handle, optimizer = compress(model, codec, check_every=100), sgd(model)
     handle.controller.clock = Clock(gap=1.0, rate=job["rates"][rank])
     for parameter in model.parameters():
-        # Deliver earlier messages first, so that decisions do not depend on threads.
+        # Wait for earlier messages, so that decisions do not depend on thread scheduling.
         parameter.register_hook(lambda gradient: handle._worker.wait())
     list(train(model, optimizer, range(6)))
     check_replicas(model)
@@ -87,10 +87,10 @@ def adapting(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def feedback(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Sum constant gradients over steps in coarse levels: error feedback loses nothing."""
-    found = {}
+    """Return the error of 20 summed constant gradients with and without error feedback."""
+    errors = {}
     values = torch.randn(3000, generator=torch.Generator().manual_seed(rank))
-    whole = torch.stack(
+    mean = torch.stack(
         [torch.randn(3000, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     ).mean(0)
     for name, codec in (
@@ -113,14 +113,14 @@ def feedback(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         left = handle.state_dict()["sent"].get("weight", torch.zeros(3000))
         distributed.all_reduce(left)
         total = -model.weight.detach().view(-1)
-        found[name] = {
-            "lost": float((20 * whole - total).abs().max()),
-            "unexplained": float((20 * whole - total - left / world).abs().max()),
+        errors[name] = {
+            "lost": float((20 * mean - total).abs().max()),
+            "unexplained": float((20 * mean - total - left / world).abs().max()),
             "bits": sorted(handle.controller.adapted().levels)
             if handle.controller is not None
             else [12],
         }
-    return found
+    return errors
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rank of the tests of faults with compressed gradients, run by tests/communication."""
+"""Rank process of the fault tests of compressed gradients, started by tests/communication."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.support.processes import ranks
 
 
 def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Corrupt a message to rank 0, change a replica, or kill a rank."""
+    """Corrupt a message to rank 0 or kill rank 1, and return the error."""
     model = parallel()
-    handle, optimizer, how = (
+    handle, optimizer, fault = (
         compress(model, job.get("codec", "qsgd8"), check_every=1),
         sgd(model),
         job["how"],
@@ -30,13 +30,13 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     list(train(model, optimizer, range(2)))
 
     def harm(message: torch.Tensor, about: str) -> None:
-        if rank == 0 and "bucket 1" in about and how in ("magic", "length", "late"):
-            message[{"magic": 0, "length": 24, "late": 16}[how]] ^= 5
-        if rank == 0 and "bucket 1" in about and how == "payload":
+        if rank == 0 and "bucket 1" in about and fault in ("magic", "length", "late"):
+            message[{"magic": 0, "length": 24, "late": 16}[fault]] ^= 5
+        if rank == 0 and "bucket 1" in about and fault == "payload":
             message[60:90] ^= 5
 
     class Harmed(point_to_point.PendingTransfers):
-        """Corrupt the first message of rank 1, and then AQGB's message, on receipt."""
+        """Transfers that corrupt messages 0 and 1 of rank 1 (AQGB: header, payload) on receipt."""
 
         def __init__(self, group: Any, about: str) -> None:
             super().__init__(group, about)
@@ -52,9 +52,9 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             if (rank, number) in self.first:
                 harm(self.first[rank, number], self._about)
 
-    corrupt_collectives(rank, world, how)
+    corrupt_collectives(rank, world, fault)
     aqgb.PendingTransfers = point_to_point.PendingTransfers = Harmed
-    if how == "kill" and rank == 1:
+    if fault == "kill" and rank == 1:
         model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
     try:
         list(train(model, optimizer, range(2, 4)))
@@ -66,9 +66,9 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def corrupt_collectives(rank: int, world: int, how: str) -> None:
-    """Corrupt bucket 1 from rank 1 on receipt by rank 0, or its header at the end of a step."""
+    """Corrupt on rank 0 the received bucket 1 of rank 1, or its header at the end of a step."""
     sound = collective.exchange
-    row = 1 if world == 2 else 2  # two exchanges a bucket with more ranks
+    row = 1 if world == 2 else 2  # two exchanges per bucket with more ranks
 
     def harmed(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
         sound(group, outgoing, incoming, about)

@@ -1,4 +1,4 @@
-"""Rank of the tests of compressed gradients; tests/communication runs it as a process."""
+"""Rank process of the tests of compressed gradients, started by tests/communication."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tests.support.processes import ranks
 
 
 def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare each codec with no codec and with the hooks of torch."""
+    """Compare each codec with uncompressed training and with torch's communication hooks."""
     plain, _ = trained()
-    found: dict[str, Any] = {"plain": weights(plain)}
+    results: dict[str, Any] = {"plain": weights(plain)}
     for name in job["codecs"]:
         model, handle = trained(name)
         assert handle is not None
         report = handle.report()
-        found[name] = {
+        results[name] = {
             "weights": weights(model),
             "distance": distance(model, plain),
             "wire": report.tally.wire,
@@ -61,19 +61,17 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             # sums BF16.
             theirs, _ = trained(hook=lambda state, bucket, hook=hook: hook(state, bucket))
             ours, _ = trained(name)
-            found[name]["from torch's"] = distance(ours, theirs)
-    return found
+            results[name]["from torch's"] = distance(ours, theirs)
+    return results
 
 
 def elsewhere(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare the kernels of each codec with its operators, which encode gradients of other
-    devices.
-    """
-    native, found = buffers.native, {}
+    """Compare each codec's C++ kernels with its torch operators, which other devices use."""
+    native, results = buffers.native, {}
     for name in job["codecs"]:
         made, reports = [], []
-        for way in (native, lambda values: False):
-            buffers.native = way
+        for is_native in (native, lambda values: False):
+            buffers.native = is_native
             model = parallel(buckets=job["buckets"])
             optimizer = sgd(model)
             handle = compress(
@@ -85,18 +83,18 @@ def elsewhere(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             saved = handle.state_dict()
             made.append([weights(model), {part: sorted(saved[part]) for part in ("sent", "owned")}])
             reports.append(handle.report().tally)
-        found[name] = {
+        results[name] = {
             "kernels": made[0],
             "operators": made[1],
             "wire": [tally.wire for tally in reports],
         }
     buffers.native = native
-    return found
+    return results
 
 
 def placed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return means and error feedback of gradients that are equal on all devices."""
-    device, found = job["devices"][rank], {}
+    """Return hashes of mean gradients and error feedback for values equal on all devices."""
+    device, results = job["devices"][rank], {}
     for name in job["codecs"]:
         torch.manual_seed(0)
         values = nn.ParameterList(
@@ -114,18 +112,18 @@ def placed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         left = handle.state_dict()["sent"]
         made += [left[part].numpy().tobytes() for part in sorted(left)]
         report = handle.report()
-        found[name] = [hashlib.sha256(one).hexdigest() for one in made] + [
+        results[name] = [hashlib.sha256(item).hexdigest() for item in made] + [
             report.tally.checks,
             report.tally.wire,
         ]
         if rank == 0:
             print(report, flush=True)
-    return found
+    return results
 
 
 def trains(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Train on a device with each codec and without, and return the parameters."""
-    found = {}
+    """Train on a device with each codec, and compare with uncompressed training."""
+    results = {}
     plain = parallel(device=job["device"])
     list(train(plain, sgd(plain), range(6)))
     for name in job["codecs"]:
@@ -137,36 +135,36 @@ def trains(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         list(train(model, optimizer, range(6)))
         handle.flush()
         check_replicas(model)
-        found[name] = {
+        results[name] = {
             "weights": weights(model),
             "distance": distance(model, plain),
             "printed": str(handle.report()),
         }
-    return found
+    return results
 
 
 def buckets(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Vary DDP's buckets and the chunks of a bucket: neither changes the result."""
-    found = {}
+    """Vary DDP's buckets and the chunk size of a bucket; neither changes the result."""
+    results = {}
     for codec in ("qsgd4", "1bit*", "1bit"):
-        for name, how in (
+        for name, options in (
             ("many", {}),
             ("one", {"buckets": 25}),
             ("views", {"gradient_as_bucket_view": True}),
             ("static", {"static_graph": True}),
         ):
-            found[f"{codec}, {name}"] = weights(trained(codec, **how)[0])
-        whole, point_to_point.VALUES = point_to_point.VALUES, 100
-        found[f"{codec}, in stretches"] = weights(trained(codec, buckets=25)[0])
-        point_to_point.VALUES = whole
-    return found
+            results[f"{codec}, {name}"] = weights(trained(codec, **options)[0])
+        chunk_values, point_to_point.VALUES = point_to_point.VALUES, 100
+        results[f"{codec}, in stretches"] = weights(trained(codec, buckets=25)[0])
+        point_to_point.VALUES = chunk_values
+    return results
 
 
 def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare six steps with three and three steps that are separated by a checkpoint."""
-    found = {}
+    """Compare six steps with three steps, a checkpoint and three more steps."""
+    results = {}
     for codec in ("qsgd8", "1bit*", "1bit"):
-        whole, _ = trained(codec)
+        uninterrupted, _ = trained(codec)
         model = parallel()
         handle, optimizer = compress(model, codec), sgd(model)
         list(train(model, optimizer, range(3)))
@@ -187,12 +185,12 @@ def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         optimizer.load_state_dict(saved[1])
         compress(other, codec)
         list(train(other, optimizer, range(3, 6)))
-        found[codec] = [weights(whole), weights(again), weights(other)]
-    return found
+        results[codec] = [weights(uninterrupted), weights(again), weights(other)]
+    return results
 
 
 def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Resume on more ranks than saved, and with another codec."""
+    """Load the state of fewer ranks, and the state of another codec."""
     model = parallel()
     handle = compress(model, "1bit*")
     saved = torch.load(Path(job["where"]) / f"1bits-{rank % 2}.pt", weights_only=True)[2]
@@ -201,39 +199,39 @@ def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         handle.load_state_dict(saved)
     list(train(model, sgd(model), range(3)))
     check_replicas(model)
-    found: dict[str, Any] = {"warned": [str(warning.message) for warning in caught]}
+    result: dict[str, Any] = {"warned": [str(warning.message) for warning in caught]}
     try:
         compress(parallel(), "qsgd8").load_state_dict(saved)
     except qsync_fx.OptionError as error:
-        found["refused"] = said(error)
-    return found
+        result["refused"] = said(error)
+    return result
 
 
 def disagreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, how in (
+    errors = {}
+    for name, options in (
         ("codec", {"codec": "qsgd8" if rank != 1 else "qsgd4"}),
         ("seed", {"codec": "qsgd8", "seed": rank}),
         ("least", {"codec": "qsgd8", "least": 60 + 10 * rank}),
     ):
         try:
-            compress(parallel(), **how)
+            compress(parallel(), **options)
         except qsync_fx.RankError as error:
-            found[name] = said(error)
+            errors[name] = said(error)
     model = parallel()
     compress(model, "qsgd8")
     list(train(model, sgd(model), range(2)))
     try:
         compress(model, "qsgd8")
     except qsync_fx.OptionError as error:
-        found["twice"] = said(error)
+        errors["twice"] = said(error)
     check_replicas(model)
-    return found
+    return errors
 
 
 def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Use other features of DDP; replicas stay equal."""
-    found: dict[str, Any] = {}
+    """Train with other features of DDP, and check that replicas stay equal."""
+    results: dict[str, Any] = {}
 
     def tries(
         name: str, step: Callable[[nn.Module, Any, int], None], codec: str = "1bit*", **how: Any
@@ -245,7 +243,7 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             step(model, optimizer, at)
         check_replicas(model)
-        found[name] = all(bool(p.isfinite().all()) for p in model.parameters())
+        results[name] = all(bool(p.isfinite().all()) for p in model.parameters())
         return model
 
     def accumulates(model: Any, optimizer: Any, at: int) -> None:
@@ -273,7 +271,7 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     for codec in ("1bit*", "1bit", "qsgd8", "fp16"):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
         tries(f"GradScaler {codec}", scales, codec)
-        found[f"scale {codec}"] = scaler.get_scale()
+        results[f"scale {codec}"] = scaler.get_scale()
     tries(
         "static graph",
         lambda m, o, at: (m(batch(rank, at)).mean().backward(), o.step())[1],
@@ -285,24 +283,22 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     optimizer = sgd(model)
     with model.join():
         list(train(model, optimizer, range(2 + rank)))
-    found["join"] = weights(model)
+    results["join"] = weights(model)
 
     torch.manual_seed(0)
     model = DistributedDataParallel(Network().to(torch.bfloat16), find_unused_parameters=True)
     compress(model, "qsgd8")
     model(batch(rank, 0).bfloat16()).square().mean().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    found["bf16"] = hashlib.sha256(
+    results["bf16"] = hashlib.sha256(
         b"".join(g.float().numpy().tobytes() for g in gradients)
     ).hexdigest()
-    return found
+    return results
 
 
 def sizes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Encode tensors with zero values, one value, and sizes that are no multiple of a unit; NaN on
-    a rank.
-    """
-    found: dict[str, Any] = {}
+    """Train tensors of 0, 1 and odd numbers of values, then set a NaN on the last rank."""
+    results: dict[str, Any] = {}
     for codec in job["codecs"]:
         torch.manual_seed(0)
         parameters = nn.ParameterList(
@@ -322,17 +318,17 @@ def sizes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         optimizer.zero_grad()
         model(torch.tensor(1.0)).backward()
         *others, last = [p.grad for p in parameters]
-        found[codec] = {
+        results[codec] = {
             "weights": finite,
             "coded": [report.coded, report.plain],
-            "nan": [at.item() for at in last.isnan().nonzero()],
+            "nan": [index.item() for index in last.isnan().nonzero()],
             "others": all(bool(g.isfinite().all()) for g in others),
         }
-    return found
+    return results
 
 
 class Squares(nn.Module):
-    """Return gradients that differ between values, and between ranks by `x`."""
+    """Model whose gradients, 0.2 * p * x, differ between values and, by `x`, between ranks."""
 
     def __init__(self, parameters: nn.ParameterList) -> None:
         super().__init__()
@@ -343,10 +339,10 @@ class Squares(nn.Module):
 
 
 def detail(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Run torch's debug checks at the highest level.
+    """Train with torch's debug level DETAIL.
 
-    The default group is created before: with a wrapped group, DistributedDataParallel of torch 2.13
-    crashes in its constructor, also without qsync_fx.
+    The level is set after the default group exists: in torch 2.13 the constructor of
+    DistributedDataParallel crashes with a wrapped group, also without qsync_fx.
     """
     distributed.set_debug_level(distributed.DebugLevel.DETAIL)
     model = parallel()

@@ -1,4 +1,4 @@
-"""Models and reports of the tests of compressed gradients."""
+"""Model, training loop and error records for the tests of compressed gradients."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from qsync_fx.distributed import check_replicas, compress
 
 
 class Network(nn.Module):
-    """Model with odd sizes, a convolution, tensors too small to encode, an optional layer and
-    buckets.
-    """
+    """Model with a convolution, odd sizes, tensors too small to encode and an optional layer."""
 
     def __init__(self, width: int = 67) -> None:
         super().__init__()
@@ -47,8 +45,8 @@ def batch(rank: int, step: int) -> Tensor:
 def train(model: nn.Module, optimizer: Any, steps: range, scale: float = 1.0) -> Iterator[int]:
     for step in steps:
         optimizer.zero_grad()
-        given = batch(distributed.get_rank(), step).to(next(model.parameters()).device)
-        (model(given).square().mean() * scale).backward()
+        inputs = batch(distributed.get_rank(), step).to(next(model.parameters()).device)
+        (model(inputs).square().mean() * scale).backward()
         optimizer.step()
         yield step
 
@@ -68,7 +66,7 @@ def said(error: BaseException) -> dict[str, Any]:
 
 
 def refusal(found: dict[str, Any], name: str, does: Callable[[], object]) -> None:
-    """Store the error of a call, if any, under a name in the results."""
+    """Store the error of a call, if it raises one, in `found[name]`."""
     try:
         does()
     except qsync_fx.QSyncError as error:
@@ -88,8 +86,8 @@ def trained(
 
 
 def distance(model: nn.Module, other: nn.Module) -> float:
-    found = [
+    distances = [
         (p - q).norm() / q.norm()
         for p, q in zip(model.parameters(), other.parameters(), strict=True)
     ]
-    return float(torch.stack(found).max())
+    return float(torch.stack(distances).max())

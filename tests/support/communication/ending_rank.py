@@ -1,4 +1,4 @@
-"""Rank whose process ends like a user's script; tests/communication runs it as a process."""
+"""Rank process that exits like a user's script, started by tests/communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank of the tests of codecs between nodes; tests/communication runs it as a process."""
+"""Rank process of the tests of hierarchical compression, started by tests/communication."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ from tests.support.communication.scaled_rank import Linear, given
 from tests.support.processes import ranks
 
 EXACT = ("fp32", "1bit*")
-"""Codecs without random numbers that encode values in their layout: their means are known exactly.
-"""
+"""Codecs without random numbers, whose means the tests compute exactly."""
 
 
 def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare two steps of each codec with the definition, computed in one process."""
-    found: dict[str, Any] = {}
+    """Compare two steps of each codec with a reference in one process, and train with it."""
+    results: dict[str, Any] = {}
     for name in job["codecs"]:
         model = DistributedDataParallel(Linear(), bucket_cap_mb=0.004)
         handle = compress(model, name, hierarchical=job["size"], least=0, check_every=1)
-        kept: dict[Any, Tensor] = {}
+        feedback: dict[Any, Tensor] = {}
         equal = []
         for step in range(2):
             model.zero_grad()
@@ -56,11 +55,12 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             if name not in EXACT:
                 continue
             gradients = [
-                [given(other, step)[at].flatten() for other in range(world)] for at in range(2)
+                [given(other, step)[index].flatten() for other in range(world)]
+                for index in range(2)
             ]
             expected = [
-                mean(codec_named(name), at, ranks, job["size"], kept)
-                for at, ranks in enumerate(gradients)
+                mean(codec_named(name), index, ranks, job["size"], feedback)
+                for index, ranks in enumerate(gradients)
             ]
             equal.append(
                 [
@@ -73,7 +73,7 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         list(train(trained, sgd(trained), range(5)))
         check_replicas(trained)
         tally = report.report().tally
-        found[name] = {
+        results[name] = {
             "equal": equal,
             "weights": weights(trained),
             "wire": [tally.wire, tally.theory, tally.raw, tally.inside],
@@ -81,39 +81,41 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             "checks": tally.checks,
             "printed": str(handle.report()),
         }
-    return found
+    return results
 
 
 def mean(
     codec: Codec, index: int, gradients: list[Tensor], size: int, kept: dict[Any, Tensor]
 ) -> Tensor:
-    """Return the mean of a parameter's gradients: within nodes, then through the codec."""
+    """Return a parameter's mean gradient: FP32 mean inside nodes, then the codec between them."""
     values, nodes = gradients[0].numel(), len(gradients) // size
-    found = torch.empty(values)
-    for place in range(size):
-        part = cut(values, codec.unit, size, (place - index) % size)
+    result = torch.empty(values)
+    for position in range(size):
+        part = cut(values, codec.unit, size, (position - index) % size)
         inside = [
             torch.stack(gradients[node * size : (node + 1) * size])[:, part].sum(0) / size
             for node in range(nodes)
         ]
         total, count = torch.zeros(part.stop - part.start), part.stop - part.start
-        stream = index * size + place
+        stream = index * size + position
         sent = [
-            through(codec, inside[node], kept.setdefault((index, place, node), torch.zeros(count)))
+            through(
+                codec, inside[node], kept.setdefault((index, position, node), torch.zeros(count))
+            )
             for node in range(nodes)
         ]
-        for one in sent:
-            total = total + one
+        for message in sent:
+            total = total + message
         total = total / nodes
         if nodes > 2 and codec.name != "fp32":
             for owner in range(nodes):
-                own = cut(count, codec.unit, nodes, (owner - stream) % nodes)
+                owned = cut(count, codec.unit, nodes, (owner - stream) % nodes)
                 left = kept.setdefault(
-                    (index, place, "mean", owner), torch.zeros(own.stop - own.start)
+                    (index, position, "mean", owner), torch.zeros(owned.stop - owned.start)
                 )
-                total[own] = through(codec, total[own], left)
-        found[part] = total
-    return found
+                total[owned] = through(codec, total[owned], left)
+        result[part] = total
+    return result
 
 
 def cut(values: int, unit: int, parts: int, at: int) -> slice:
@@ -124,38 +126,40 @@ def cut(values: int, unit: int, parts: int, at: int) -> slice:
 
 
 def through(codec: Codec, values: Tensor, left: Tensor) -> Tensor:
-    """Return the decoded values of a codec without random numbers."""
-    wire, found = (
+    """Return values after encoding and decoding; update the error feedback `left`."""
+    wire, decoded = (
         torch.zeros(codec.nbytes(values.numel()), dtype=torch.uint8),
         torch.empty_like(values),
     )
     codec.encode(values.contiguous(), wire, Draw(), left if codec.residual else None)
-    codec.decode(wire, found)
-    return found
+    codec.decode(wire, decoded)
+    return decoded
 
 
 def nodes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return nodes from torchrun's variables and from hosts, and the errors of invalid layouts."""
-    found: dict[str, Any] = {}
-    says = partial(refusal, found)
+    """Return node layouts from torchrun's variables and from hosts, and errors of invalid ones."""
+    results: dict[str, Any] = {}
+    says = partial(refusal, results)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         handle = compress(parallel(), "qsgd8", hierarchical=True)
-    found["one host"] = (
+    results["one host"] = (
         [str(warning.message) for warning in caught],
         handle.statement()["node layout"],
     )
     os.environ |= {"GROUP_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": str(world // 2)}
-    found["torchrun"] = compress(parallel(), "qsgd8", hierarchical=True).statement()["node layout"]
+    results["torchrun"] = compress(parallel(), "qsgd8", hierarchical=True).statement()[
+        "node layout"
+    ]
     os.environ["GROUP_RANK"] = str(int(rank == 3))
     says("unequal", lambda: compress(parallel(), "qsgd8", hierarchical=True))
     says("number", lambda: compress(parallel(), "qsgd8", hierarchical=3))
     says("differ", lambda: compress(parallel(), "qsgd8", hierarchical=2 if rank else False))
     says("aqgb", lambda: compress(parallel(), "aqgb", hierarchical=2))
 
-    whole = parallel()
-    compress(whole, "1bit*", hierarchical=2)
-    list(train(whole, sgd(whole), range(4)))
+    uninterrupted = parallel()
+    compress(uninterrupted, "1bit*", hierarchical=2)
+    list(train(uninterrupted, sgd(uninterrupted), range(4)))
     model = parallel()
     handle, optimizer = compress(model, "1bit*", hierarchical=2), sgd(model)
     list(train(model, optimizer, range(2)))
@@ -165,7 +169,7 @@ def nodes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     for part, state in zip((again, optimizer, handle), saved, strict=True):
         part.load_state_dict(state)
     list(train(again, optimizer, range(2, 4)))
-    found["resumed"] = [weights(whole), weights(again)]
+    results["resumed"] = [weights(uninterrupted), weights(again)]
     says("flat", lambda: compress(parallel(), "1bit*").load_state_dict(saved[2]))
 
     def plan(notes: dict[str, str]) -> ClusterPlan:
@@ -178,21 +182,21 @@ def nodes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         warnings.simplefilter("always")
         followed = [compress(parallel(), plan(between_nodes(2, row))) for row in (False, True)]
         compress(parallel(), plan(between_nodes(2)), hierarchical=2)
-        found["plan"] = (
+        results["plan"] = (
             [handle.statement()["node layout"][0] for handle in followed],
             len(caught),
         )
         compress(parallel(), plan(between_nodes(2)), hierarchical=False)
         compress(parallel(), plan(between_nodes(4)))
-    found["plan of others"] = [str(warning.message) for warning in caught]
-    found["planned"] = planned(rank, world)
-    return found
+    results["plan of others"] = [str(warning.message) for warning in caught]
+    results["planned"] = planned(rank, world)
+    return results
 
 
 def planned(rank: int, world: int) -> dict[str, Any]:
-    """Return the detected nodes for planning, and a plan for the nodes of torchrun."""
-    found: dict[str, Any] = {}
-    for name, asked, node in (
+    """Return the nodes detected for planning, and entries of a plan for torchrun's nodes."""
+    results: dict[str, Any] = {}
+    for name, setting, node in (
         ("one host", None, 0),
         ("uneven", None, int(rank == 3)),
         ("alone", None, rank),
@@ -202,8 +206,8 @@ def planned(rank: int, world: int) -> dict[str, Any]:
     ):
         os.environ |= {"GROUP_RANK": str(node), "LOCAL_WORLD_SIZE": str(world // 2)}
         with Meeting(60, None, collectives=False) as meeting:
-            nodes, uneven = nodes_to_plan_for(meeting, asked if rank == 0 else True, 60)
-        found[name] = [str(nodes), uneven]
+            nodes, uneven = nodes_to_plan_for(meeting, setting if rank == 0 else True, 60)
+        results[name] = [str(nodes), uneven]
     os.environ["GROUP_RANK"] = str(rank % 2)
     torch.manual_seed(0)
     plan = measure_and_plan(
@@ -218,34 +222,34 @@ def planned(rank: int, world: int) -> dict[str, Any]:
         repeats=1,
         progress=False,
     )
-    found["notes"] = plan.notes[BETWEEN_NODES]
-    refusal(found, "replanning", lambda: Replanning(plan))
+    results["notes"] = plan.notes[BETWEEN_NODES]
+    refusal(results, "replanning", lambda: Replanning(plan))
     if plan.answer is not None:
         problem = plan.answer.problem
-        found["cluster"] = asdict(problem.cluster)
-        found["flat table"] = problem.cluster.all_reduce == MeasuredCollectives(
+        results["cluster"] = asdict(problem.cluster)
+        results["flat table"] = problem.cluster.all_reduce == MeasuredCollectives(
             tuple(
                 (float(nbytes), seconds)
                 for nbytes, seconds in plan.survey.profiles["cpu"].collectives[0].seconds
             ),
             4,
         )
-        how = PlanEvaluator(problem, plan.answer.plans).options.coded[0]["qsgd8"]
-        found["sent"] = [how.nbytes, how.inside]
-    return found
+        coded = PlanEvaluator(problem, plan.answer.plans).options.coded[0]["qsgd8"]
+        results["sent"] = [coded.nbytes, coded.inside]
+    return results
 
 
 def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, float]:
-    """Change codecs with error feedback between steps, to other coding orders and to FP32.
+    """Change between codecs with error feedback, and finally to FP32.
 
-    The sums of averaged gradients over all steps are the sums of the true means in the end.
+    Return the relative error of the summed gradients. FP32 steps send the remaining feedback.
     """
     model = DistributedDataParallel(Linear(), bucket_cap_mb=0.004)
     handle = compress(model, "1bit*", hierarchical=2, least=0)
     names = [name for name, p in model.module.named_parameters() if p.requires_grad]
     total = [torch.zeros(p.shape) for p in model.parameters()]
     truth = [torch.zeros(p.shape) for p in model.parameters()]
-    found = {}
+    errors = {}
     for step, codec in enumerate(("1bit*", "1bit", "1bit*", "1bit", "fp32", "fp32")):
         handle.change(by_plan({} if codec == "fp32" else dict.fromkeys(names, codec), names))
         model.zero_grad()
@@ -256,13 +260,13 @@ def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, float]:
             exact = sum(given(other, step)[index] for other in range(world)) / world
             truth[index] += exact.view(p.shape)
         apart = [float((a - b).norm() / b.norm()) for a, b in zip(total, truth, strict=True)]
-        found["unexplained" if codec == "fp32" else "lost"] = max(apart)
+        errors["unexplained" if codec == "fp32" else "lost"] = max(apart)
     check_replicas(model)
-    return found
+    return errors
 
 
 def two_levels(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare a plan with a codec on each level with models that have one codec for all."""
+    """Compare a plan with two-level codecs with models of one codec for all parameters."""
 
     def gradients(codec: Any, **settings: Any) -> tuple[Any, list[Tensor]]:
         model = DistributedDataParallel(Linear(), bucket_cap_mb=0.004)
@@ -284,7 +288,7 @@ def two_levels(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     _, (coded, _) = gradients("qsgd4", inside="qsgd8", **settings)
     _, (_, plain) = gradients("qsgd4", **settings)
     narrow, wide = codec_named("qsgd4"), codec_named("qsgd8")
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "equal": [torch.equal(first, coded), torch.equal(second, plain)],
         "statement": handle.statement()["tensor codec"],
         "expected": [
@@ -295,12 +299,12 @@ def two_levels(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         "warned": [str(item.message) for item in caught],
     }
     swapped = plan("qsgd4", "qsgd4/qsgd8") if rank else plan("qsgd4/qsgd8", "qsgd4")
-    refusal(found, "differ", lambda: compress(DistributedDataParallel(Linear()), swapped))
-    return found
+    refusal(results, "differ", lambda: compress(DistributedDataParallel(Linear()), swapped))
+    return results
 
 
 def at_100_kilobytes_per_s(remeasure: Any, found: dict[str, Any], nodes: Any) -> LinkTimes:
-    """Measure links again, and return the durations of slow links for the same exchanges."""
+    """Measure links again, and return durations at 100 KB/s for the same exchanges."""
     times = remeasure(nodes)
     found["groups"] = [(item.group, item.ranks) for item in times.exchanges]
     exchanges = [
@@ -311,10 +315,7 @@ def at_100_kilobytes_per_s(remeasure: Any, found: dict[str, Any], nodes: Any) ->
 
 
 def replanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Train under a plan for two nodes, and replan after links inside and between them slow down.
-
-    The links are measured again, but their durations are replaced by those of 100 KB/s.
-    """
+    """Train under a plan for two nodes, and replan for links of 100 KB/s on both levels."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
 
@@ -338,9 +339,9 @@ def replanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     options = {"plan": plan}
     parallel = DistributedDataParallel(torch.compile(model, backend="qsync", options=options))
     handle = compress(parallel, plan, check_every=2)
-    found: dict[str, Any] = {"before": dict(plan.codecs)}
+    results: dict[str, Any] = {"before": dict(plan.codecs)}
     flat = compress(DistributedDataParallel(nn.Linear(3, 3)), "qsgd8")
-    refusal(found, "flat", lambda: Replanning(plan, compression=flat))
+    refusal(results, "flat", lambda: Replanning(plan, compression=flat))
     settings = Replanning(plan, tolerance=100.0, links=1e9, patience=3, compression=handle)
     optimizer = sgd(parallel)
     with guard(parallel, check_every=2, same_batch=False, replan=settings) as training:
@@ -351,16 +352,16 @@ def replanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             if step == 3:
                 replanner: Any = training._replanner
                 links = replanner._links
-                links.times = partial(at_100_kilobytes_per_s, links.times, found)
+                links.times = partial(at_100_kilobytes_per_s, links.times, results)
                 if plan.survey is not None:
                     plan.survey.wishes.update(objective="fastest", budget=1e9, target=None)  # type: ignore[attr-defined]
                 replanner._replan(Drift(links=1e3), [WindowSummary()] * world)
         assert training.plan is not None
-        found["notes"] = [training.plan.notes[name] for name in (BETWEEN_NODES, TRANSPORT)]
-        found["after"] = dict(training.plan.codecs)
+        results["notes"] = [training.plan.notes[name] for name in (BETWEEN_NODES, TRANSPORT)]
+        results["after"] = dict(training.plan.codecs)
     check_replicas(parallel)
     report = handle.report()
-    return found | {
+    return results | {
         "weights": weights(model),
         "report": report.codec,
         "inside": report.tally.inside,
@@ -369,7 +370,7 @@ def replanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def harmed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Corrupt a message inside a node to rank 2."""
+    """Corrupt a message from rank 3 to rank 2, which are in one node."""
     model = parallel()
     compress(model, "qsgd8", hierarchical=2)
     optimizer = sgd(model)

@@ -1,4 +1,4 @@
-"""Rank of the tests of codecs from a plan; tests/communication runs it as a process."""
+"""Rank process of the tests of codecs from a plan, started by tests/communication."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def trained(given: Any, **how: Any) -> dict[str, Any]:
         optimizer.step()
     check_replicas(model)
     values = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-    found: dict[str, Any] = {"weights": hashlib.sha256(values).hexdigest()}
+    result: dict[str, Any] = {"weights": hashlib.sha256(values).hexdigest()}
     if handle is not None:
         report = handle.report()
-        found |= {
+        result |= {
             "wire": report.tally.wire,
             "buckets": report.tally.buckets,
             "coded": report.coded,
             "told": str(report),
         }
         handle.load_state_dict(handle.state_dict())
-    return found
+    return result
 
 
 def plans(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Apply plans with codecs, also from a file, plans without codecs, and one codec for all."""
+    """Train with plans with and without codecs, from objects and files, and with one codec."""
     path = Path(job["where"]) / f"plan-{rank}.json"
     ClusterPlan(CLASSES, codecs=WIDE).save(path)
     all_alike = dict.fromkeys(
@@ -75,7 +75,7 @@ def plans(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 def differing(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Return the errors of plans that differ between ranks or are invalid on all ranks."""
-    found = {}
+    errors = {}
     for name, codecs in (
         ("tensor", WIDE if rank != 1 else {**WIDE, "0.bias": "qsgd8"}),
         ("codec", WIDE if rank != 1 else dict.fromkeys(WIDE, "1bit*")),
@@ -85,21 +85,21 @@ def differing(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         try:
             compress(parallel(), ClusterPlan(CLASSES, codecs=codecs))
         except (qsync_fx.RankError, qsync_fx.PlanError) as error:
-            found[name] = {"text": str(error), "rank": getattr(error, "rank", None)}
+            errors[name] = {"text": str(error), "rank": getattr(error, "rank", None)}
     try:
         compress(parallel(), ClusterPlan(CLASSES, codecs=WIDE), least=5)
     except qsync_fx.OptionError as error:
-        found["least"] = {"text": str(error), "rank": None}
-    return found
+        errors["least"] = {"text": str(error), "rank": None}
+    return errors
 
 
 def unread(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the error of all ranks for a plan that only one rank rejects; no rank waits for it."""
+    """Return the error of all ranks for arguments that only rank 1 rejects, and its duration."""
     path = Path(job["where"]) / f"here-{rank}.json"
     ClusterPlan(CLASSES, codecs=WIDE).save(path)
     odd = rank == 1
-    found: dict[str, Any] = {}
-    for name, codec, how in (
+    errors: dict[str, Any] = {}
+    for name, codec, args in (
         ("missing", str(path.with_name("nowhere.json")) if odd else str(path), {}),
         (
             "of another model",
@@ -110,19 +110,19 @@ def unread(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         ("optimizer", "duo4", {} if odd else {"optimizer": True}),
     ):
         model = parallel()
-        if "optimizer" in how:
-            how = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        if "optimizer" in args:
+            args = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
         begun = time.monotonic()
         refusal(
-            found, name, lambda model=model, codec=codec, how=how: compress(model, codec, **how)
+            errors, name, lambda model=model, codec=codec, args=args: compress(model, codec, **args)
         )  # type: ignore[misc]
-        found[name]["seconds"] = time.monotonic() - begun
-    found["after"] = trained("qsgd8")["weights"]
-    return found
+        errors[name]["seconds"] = time.monotonic() - begun
+    errors["after"] = trained("qsgd8")["weights"]
+    return errors
 
 
 def changed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Change codecs during training: the next codec sends the error feedback of the last one."""
+    """Change codecs during training, and compare parameters with exact sums of mean gradients."""
     model = DistributedDataParallel(Linear(), bucket_cap_mb=0.004)
     handle = compress(model, ClusterPlan(CLASSES), check_every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -135,16 +135,16 @@ def changed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         dict.fromkeys(both, "1bit"),
         {},
     )
-    for at, codecs in enumerate((*stages, {"first": "1bit*"}, {"second": "1bit*"}, {})):
-        if at:
+    for stage, codecs in enumerate((*stages, {"first": "1bit*"}, {"second": "1bit*"}, {})):
+        if stage:
             handle.change(by_plan(codecs, handle.names))
-        for step in range(3 * at, 3 * at + 3):
+        for step in range(3 * stage, 3 * stage + 3):
             optimizer.zero_grad()
             model(given(rank, step)).backward()
             optimizer.step()
             means = [
-                torch.stack(found).mean(0)
-                for found in zip(*(given(r, step) for r in range(world)), strict=True)
+                torch.stack(values).mean(0)
+                for values in zip(*(given(r, step) for r in range(world)), strict=True)
             ]
             exact = [total - mean for total, mean in zip(exact, means, strict=True)]
         check_replicas(model)

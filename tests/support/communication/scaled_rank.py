@@ -1,6 +1,4 @@
-"""Rank of the tests of a GradScaler with compressed gradients; tests/communication runs it as a
-process.
-"""
+"""Rank process of the tests of GradScaler with compression, started by tests/communication."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ CODECS = {"1bit*": "1bit*", "1bit": "1bit", "aqgb12": Truncated(12, feedback=Tru
 
 
 class Linear(nn.Module):
-    """Module whose parameters have given gradients."""
+    """Module whose input is the list of its parameters' gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,9 +50,9 @@ def sharded() -> nn.Module:
 
 
 def hashed(model: nn.Module) -> str:
-    """Return a hash of this rank's state."""
-    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in held)).hexdigest()
+    """Return a hash of this rank's parameters or shards."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in local)).hexdigest()
 
 
 def trained(
@@ -65,9 +63,9 @@ def trained(
     told: bool,
     infinite: tuple[int, ...] = (),
 ) -> tuple[str, list[int], dict[str, Tensor]]:
-    """Return the parameters, the executed steps and the error feedback."""
+    """Return a hash of the parameters, the executed steps and the unscaled error feedback."""
     handle = compress(model, CODECS[codec], least=0, scaler=scaler if told else None, check_every=1)
-    optimizer, taken = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5), []
+    optimizer, executed = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5), []
     rank, world = distributed.get_rank(), distributed.get_world_size()
     for step in steps:
         optimizer.zero_grad()
@@ -79,43 +77,45 @@ def trained(
         before = scaler.get_scale()
         scaler.update()
         if scaler.get_scale() >= before:
-            taken.append(step)
+            executed.append(step)
     if isinstance(model, DistributedDataParallel):
         check_replicas(model)
     saved = handle.state_dict()
     scales = saved["scales"]["sent"]
-    return hashed(model), taken, {name: left / scales[name] for name, left in saved["sent"].items()}
+    return (
+        hashed(model),
+        executed,
+        {name: left / scales[name] for name, left in saved["sent"].items()},
+    )
 
 
 def without(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare a training with changing scales and skipped steps with one of the executed steps
-    only.
-    """
+    """Compare training under a GradScaler that skips steps with unscaled training without them."""
     make: Callable[[], nn.Module] = {"parallel": parallel, "sharded": sharded}[job["how"]]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for codec in job["codecs"]:
-        for name, start, infinite, told in (
+        for name, start, infinite, with_scaler in (
             ("given", 8.0, (2, 5), True),
             ("beyond", 2.0**126, (), True),
             ("not told", 8.0, (2, 5), False),
         ):
             scaler = torch.amp.GradScaler("cpu", init_scale=start, growth_interval=2)
-            end, taken, left = trained(make(), codec, list(range(10)), scaler, told, infinite)
+            end, executed, left = trained(
+                make(), codec, list(range(10)), scaler, with_scaler, infinite
+            )
             alone = torch.amp.GradScaler("cpu", enabled=False)
-            plain, _, kept = trained(make(), codec, taken, alone, True)
-            found[f"{codec}, {name}"] = {
+            plain, _, expected = trained(make(), codec, executed, alone, True)
+            results[f"{codec}, {name}"] = {
                 "ends": [end, plain],
-                "taken": taken,
-                "left": all(torch.equal(left[key], kept[key]) for key in kept),
+                "taken": executed,
+                "left": all(torch.equal(left[key], expected[key]) for key in expected),
                 "finite": all(bool(values.isfinite().all()) for values in left.values()),
             }
-    return found
+    return results
 
 
 def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Rescale error feedback to the scaler; an object that is no scaler, or on some ranks only, is
-    an error.
-    """
+    """Resume with another scale, and return the errors of invalid scalers."""
 
     def run(steps: list[int], scale: float, state: Any = None) -> tuple[Any, dict[str, Any]]:
         model = parallel()
@@ -132,14 +132,14 @@ def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             scaler.update()
         return model, handle.state_dict()
 
-    whole, _ = run([0, 1, 2, 3], 1.0)
+    uninterrupted, _ = run([0, 1, 2, 3], 1.0)
     half, state = run([0, 1], 4.0)
     again, _ = run([2, 3], 64.0, (half.state_dict(), state))
-    found: dict[str, Any] = {"ends": [weights(whole), weights(again)]}
-    refusal(found, "type", lambda: compress(parallel(), "1bit*", scaler=3.0))
+    results: dict[str, Any] = {"ends": [weights(uninterrupted), weights(again)]}
+    refusal(results, "type", lambda: compress(parallel(), "1bit*", scaler=3.0))
     scaler = torch.amp.GradScaler("cpu")
-    refusal(found, "some", lambda: compress(parallel(), "1bit*", scaler=scaler if rank else None))
-    return found
+    refusal(results, "some", lambda: compress(parallel(), "1bit*", scaler=scaler if rank else None))
+    return results
 
 
 if __name__ == "__main__":

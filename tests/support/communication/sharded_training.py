@@ -1,4 +1,4 @@
-"""Models of the tests of compressed gradients with FSDP2."""
+"""Model and training loop for the tests of compressed gradients with FSDP2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 class Network(nn.Module):
-    """Model with odd sizes, blocks that are FSDP units, an optional layer and a frozen layer."""
+    """Model of odd sizes with FSDP units, an optional layer and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,16 +33,16 @@ class Network(nn.Module):
 
 def model(**how: Any) -> Any:
     torch.manual_seed(0)
-    found = Network()
+    network = Network()
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    for block in found.blocks:
+    for block in network.blocks:
         fully_shard(block, mesh=mesh, **how)
-    fully_shard(found, mesh=mesh, **how)
-    # gloo sums and does not average
-    for module in found.modules():
+    fully_shard(network, mesh=mesh, **how)
+    # gloo does not support averages, so reduce by sum
+    for module in network.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_force_sum_reduction_for_comms(True)
-    return found
+    return network
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -79,17 +79,15 @@ def gradients(model: Any, rank: int, step: int = 0) -> list[Tensor]:
 
 
 def whole(rank: int, world: int, like: Any) -> list[Tensor]:
-    """Return this rank's shards of the mean gradients of all batches, summed in rank order in one
-    process.
-    """
+    """Return this rank's shards of the exact mean gradients, summed in rank order."""
     torch.manual_seed(0)
     network = Network()
     sums: list[Tensor] = []
     for other in range(world):
         network.zero_grad()
         network(batch(other, 0)).square().mean().backward()
-        found = [p.grad.clone() for p in network.parameters() if p.grad is not None]
-        sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
+        gradients = [p.grad.clone() for p in network.parameters() if p.grad is not None]
+        sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else gradients
     means = [total / world for total in sums]
     return [_shard(mean, rank, world) for mean in means]
 

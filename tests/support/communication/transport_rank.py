@@ -1,4 +1,4 @@
-"""Rank of the tests of transports; tests/communication runs it as a process."""
+"""Rank process of the transport tests, started by tests/communication."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def choices(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the transports chosen with gloo, and with a backend of the device."""
+    """Return the transports chosen with gloo and with a backend for CUDA."""
     fixed, adaptive = [codec_named("qsgd8")], [codec_named("fp32"), codec_named("aqgb")]
     requests = ("auto", POINT_TO_POINT, COLLECTIVE)
-    found: dict[str, Any] = {"gloo": [checked_transport(name, fixed, CPU) for name in requests]}
-    refusal(found, "gloo on cuda", lambda: checked_transport(COLLECTIVE, fixed, CUDA))
-    refusal(found, "unknown", lambda: checked_transport("colective", fixed, CPU))
+    results: dict[str, Any] = {"gloo": [checked_transport(name, fixed, CPU) for name in requests]}
+    refusal(results, "gloo on cuda", lambda: checked_transport(COLLECTIVE, fixed, CUDA))
+    refusal(results, "unknown", lambda: checked_transport("colective", fixed, CPU))
     distributed.destroy_process_group()
 
     def device_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
@@ -35,20 +35,20 @@ def choices(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     distributed.init_process_group(
         "cuda:fabric", store=distributed.HashStore(), rank=0, world_size=1
     )
-    found["device"] = [checked_transport(name, fixed, CUDA) for name in requests]
-    found["aqgb"] = [checked_transport(name, adaptive, CUDA) for name in requests[:2]]
-    refusal(found, "aqgb on device", lambda: checked_transport(COLLECTIVE, adaptive, CUDA))
-    return found
+    results["device"] = [checked_transport(name, fixed, CUDA) for name in requests]
+    results["aqgb"] = [checked_transport(name, adaptive, CUDA) for name in requests[:2]]
+    refusal(results, "aqgb on device", lambda: checked_transport(COLLECTIVE, adaptive, CUDA))
+    return results
 
 
 def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Request different transports, and choose different ones for "auto"."""
-    found: dict[str, Any] = {}
+    """Request different transports per rank, and agree on one for "auto"."""
+    results: dict[str, Any] = {}
     try:
         compress(parallel(), "qsgd8", transport=(COLLECTIVE, POINT_TO_POINT)[rank])
     except qsync_fx.RankError as error:
-        found["differ"] = said(error)
-    found["auto"] = [
+        results["differ"] = said(error)
+    results["auto"] = [
         agreed_transport("auto", (first, second)[rank], 60)
         for first, second in (
             (POINT_TO_POINT, COLLECTIVE),
@@ -56,7 +56,7 @@ def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             (POINT_TO_POINT, POINT_TO_POINT),
         )
     ]
-    return found
+    return results
 
 
 if __name__ == "__main__":

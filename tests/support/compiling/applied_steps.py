@@ -22,10 +22,10 @@ def step(model: nn.Module, call: Callable[[], Tensor]) -> list[str]:
     """Train one step and return its warnings."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     call().square().mean().backward()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.step()
-    return [str(warning.message) for warning in told if issubclass(warning.category, PlanWarning)]
+    return [str(warning.message) for warning in caught if issubclass(warning.category, PlanWarning)]
 
 
 def uncovered(model: nn.Module) -> dict[str, str]:

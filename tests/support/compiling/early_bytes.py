@@ -1,4 +1,4 @@
-"""Pass of Inductor that runs ours and records the graphs."""
+"""Inductor pass that runs ours and records the graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qsync_fx.backend.inductor import recompute_policy
 
 
 class Graphs(CustomGraphPass):
-    """Our pass, and the graphs after it."""
+    """Runs our pass and records its graphs."""
 
     def __init__(self) -> None:
         self.seen: list[fx.Graph] = []
@@ -21,4 +21,4 @@ class Graphs(CustomGraphPass):
         self.seen.append(graph)
 
     def uuid(self) -> Any:
-        return None  # disable caches, so that nothing is reused
+        return None  # disables Inductor's caches

@@ -42,12 +42,12 @@ def behind(
     """Return a pass that inserts a node between an operator and its readers."""
 
     def run(graph: PrecisionGraph) -> None:
-        found = next(op for op in graph.operators() if str(op.id) == operator)
-        users = list(found.node.users)
-        with found.graph.graph.inserting_before(found.node.next):
-            new = put(found.graph, found.node)
+        operation = next(op for op in graph.operators() if str(op.id) == operator)
+        users = list(operation.node.users)
+        with operation.graph.graph.inserting_before(operation.node.next):
+            new = put(operation.graph, operation.node)
         for user in users:
-            user.replace_input_with(found.node, new)
+            user.replace_input_with(operation.node, new)
 
     return qsync_fx.graph_pass(after=after, name=name)(run)
 

@@ -14,7 +14,7 @@ from qsync_fx import Plan
 
 INT8, BF16, FP32 = Plan.uniform("int8"), Plan.uniform("bf16"), Plan.uniform("fp32")
 NOT_FOLLOWED = pytest.mark.filterwarnings("error:this is version")
-"""Fail a test on the warning that a plan is not applied."""
+"""Fails a test on the warning that a plan is not applied."""
 
 
 def compilations(run: Callable[[], Any]) -> int:

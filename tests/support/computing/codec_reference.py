@@ -1,4 +1,4 @@
-"""Reference of the gradient codecs in numpy: the meaning of each byte on the wire."""
+"""Reference of the gradient codecs in numpy: the encoding of each byte in a message."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _LANES = 16
 
 
 def _units(x: Floats, unit: int) -> list[Floats]:
-    return [x[at : at + unit] for at in range(0, x.size, unit)]
+    return [x[start : start + unit] for start in range(0, x.size, unit)]
 
 
 def _folded(lanes: NDArray[np.floating]) -> np.floating:
-    """Return the sum of sixteen lanes, halves added to halves."""
+    """Return the sum of sixteen lanes, by repeated addition of halves."""
     while lanes.size > 1:
         lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
     return lanes[0]
 
 
 def _summed(x: NDArray[np.floating]) -> np.floating:
-    """Return the sum over sixteen lanes, each summed from its first to its last value."""
+    """Return the sum over sixteen lanes, each summed in order."""
     rows = np.concatenate([x, np.zeros(-x.size % _LANES, x.dtype)]).reshape(-1, _LANES)
     lanes = np.zeros(_LANES, x.dtype)
     for row in rows:
@@ -35,9 +35,7 @@ def _summed(x: NDArray[np.floating]) -> np.floating:
 def _scaling(
     scale: np.float32, levels: int
 ) -> tuple[np.float32, np.float32, np.float32, np.float32]:
-    """Return the factors before and after rounding, which is the inverse of the step between them,
-    and the step.
-    """
+    """Return the factors before and after rounding, the inverse of the step, and the step."""
     f = np.float32
     before, after = (f(2.0**64), f(2.0**-64)) if scale < 2.0**-64 else (f(1), f(1))
     if scale > 2.0**64:
@@ -56,7 +54,7 @@ def qsgd_encoded(
     scales, codes = [], []
     last = 2**bits - 1 if layout == "endpoints" else 2 ** (bits - 1) - 1
     group = max(128 // bits, 16)
-    for at, values in enumerate(_units(x, unit)):
+    for index, values in enumerate(_units(x, unit)):
         padded = np.concatenate([values, np.zeros(-values.size % group, np.float32)])
         if not np.isfinite(values).all():
             scales.append(np.float32(np.nan))
@@ -67,7 +65,7 @@ def qsgd_encoded(
             total = np.sqrt(_summed(values.astype(np.float64) ** 2))
             scale = np.float32(min(total, np.finfo(np.float32).max))
         before, _, inverse, _ = _scaling(scale, last)
-        r = uniform(padded.size, seed, stream, first + at * unit)
+        r = uniform(padded.size, seed, stream, first + index * unit)
         if layout == "endpoints":
             u = padded * before * inverse * np.float32(0.5) - np.float32(0.5)
             point = np.floor(u) + 2 ** (bits - 1) + (r < u - np.floor(u))
@@ -98,13 +96,13 @@ def _packed(codes: NDArray[np.uint16], bits: int) -> Bytes:
 def qsgd_decoded(wire: Bytes, n: int, bits: int, unit: int, layout: str) -> Floats:
     last = 2**bits - 1 if layout == "endpoints" else 2 ** (bits - 1) - 1
     scales = wire[: 4 * -(-n // unit)].view(np.float32)
-    at, found = scales.nbytes, []
+    offset, units = scales.nbytes, []
     for index, scale in enumerate(scales):
         size = min(unit, n - index * unit)
         group = max(128 // bits, 16)
         nbytes = -(-size // group) * group * bits // 8
-        part = wire[at : at + nbytes]
-        at += nbytes
+        part = wire[offset : offset + nbytes]
+        offset += nbytes
         if bits == 16:
             code = part.view(np.uint16).astype(np.int32)
         else:
@@ -118,8 +116,8 @@ def qsgd_decoded(wire: Bytes, n: int, bits: int, unit: int, layout: str) -> Floa
         else:
             value = (code & last).astype(np.float32) * step * after
             value = np.where(code >> (bits - 1), -value, value)
-        found.append(value[:size])
-    return np.concatenate([*found, np.empty(0)]).astype(np.float32)
+        units.append(value[:size])
+    return np.concatenate([*units, np.empty(0)]).astype(np.float32)
 
 
 _SIGNS = 0x48414441
@@ -128,7 +126,7 @@ _WEYL = np.uint32(0x9E3779B1)
 
 @np.errstate(all="ignore")
 def sign_counter(seed: int, first: int) -> np.uint32:
-    """Return the counter of the random word with the sign of value `first`, a multiple of 32."""
+    """Return the counter of the random word for the sign of value `first`, a multiple of 32."""
     word = np.array([_SIGNS], np.uint32) + np.uint32(0x9E3779B9)
     key = mix(np.uint32(seed % 2**32) ^ mix(np.uint32(seed >> 32) ^ mix(word)))
     return (mix(key) + np.uint32(first // 32) * _WEYL)[0]
@@ -136,7 +134,7 @@ def sign_counter(seed: int, first: int) -> np.uint32:
 
 @np.errstate(all="ignore")
 def _negated(blocks: Floats, counter: np.uint32) -> Floats:
-    """Return values with random signs; all values of 32 share one random word."""
+    """Return values with random signs; 32 consecutive values share a random word."""
     index = np.arange(blocks.size, dtype=np.uint32)
     words = mix(counter + index // np.uint32(32) * _WEYL)
     negative = (words >> index % np.uint32(32)) & np.uint32(1)
@@ -151,7 +149,7 @@ def _stage(blocks: Floats, stride: int) -> Floats:
 
 @np.errstate(all="ignore")
 def rotated(x: Floats, unit: int, counter: np.uint32) -> Floats:
-    """Return the randomized Hadamard transform of units, the last one padded with zeros."""
+    """Return the randomized Hadamard transform of units; the last unit is padded with zeros."""
     blocks = np.concatenate([x, np.zeros(-x.size % unit, np.float32)]).reshape(-1, unit)
     blocks, stride = _negated(blocks, counter), 1
     while stride < unit:
@@ -191,24 +189,24 @@ def onebit_encoded(x: Floats, residual: Floats, unit: int) -> tuple[Bytes, Float
 def onebit_decoded(wire: Bytes, n: int, unit: int) -> Floats:
     units = -(-n // unit)
     means = wire[: 8 * units].view(np.float32).reshape(units, 2)
-    at, found = 8 * units, [np.empty(0, np.float32)]
+    offset, decoded = 8 * units, [np.empty(0, np.float32)]
     for index in range(units):
         size = min(unit, n - index * unit)
         nbytes = -(-size // 32) * 4
-        up = np.unpackbits(wire[at : at + nbytes], bitorder="little")[:size].astype(bool)
-        found.append(np.where(up, means[index, 0], means[index, 1]))
-        at += nbytes
-    return np.concatenate(found)
+        up = np.unpackbits(wire[offset : offset + nbytes], bitorder="little")[:size].astype(bool)
+        decoded.append(np.where(up, means[index, 0], means[index, 1]))
+        offset += nbytes
+    return np.concatenate(decoded)
 
 
 @np.errstate(all="ignore")
 def truncated(x: Floats, bits: int) -> Floats:
     words = x.view(np.uint32)
     nan = np.isnan(x)
-    kept = words & np.uint32(2**32 - 2 ** (32 - bits)) | np.where(
+    result = words & np.uint32(2**32 - 2 ** (32 - bits)) | np.where(
         nan, np.uint32(0x00400000), np.uint32(0)
     )
-    return kept.view(np.float32)
+    return result.view(np.float32)
 
 
 @np.errstate(all="ignore")
@@ -217,9 +215,9 @@ def truncate_encoded(
 ) -> tuple[Bytes, Floats]:
     """Return the message of x + residual and the new error feedback."""
     v = x + residual
-    kept = truncated(v, bits)
+    sent = truncated(v, bits)
     parts = [np.empty(0, np.uint8)]
-    for values in _units(kept, partition * 8 // bits):
+    for values in _units(sent, partition * 8 // bits):
         words = values.view(np.uint32)
         head = np.array([values.size << 3 | (bits - 12) // 4], np.uint32).view(np.uint8)
         planes = [(words >> (24 - 8 * k)).astype(np.uint8) for k in range(bits // 8)]
@@ -233,4 +231,4 @@ def truncate_encoded(
             )
         payload = np.concatenate(planes)
         parts += [head, payload, np.zeros(-payload.size % 4, np.uint8)]
-    return np.concatenate(parts), np.where(np.isfinite(kept), v - kept, residual).astype(np.float32)
+    return np.concatenate(parts), np.where(np.isfinite(sent), v - sent, residual).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Pairs of our and torch's optimizers, their steps, and tolerances."""
+"""Pairs of our and torch's optimizers, training steps, and tolerances."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EPSILON = 2.0**-24
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of tensors in each call of a kernel."""
+    """Return a list that records the number of tensors in each kernel call."""
     calls: list[int] = []
 
     def watched(kernel: Callable[..., None]) -> Callable[..., None]:
@@ -61,7 +61,7 @@ def steps(optimizer: Optimizer, gradients: list[list[Tensor]]) -> None:
 
 
 def assert_alike(ours: Optimizer, torchs: Optimizer, steps_taken: int) -> None:
-    """Assert that parameters and state agree within the ulps of a step, of the larger summand."""
+    """Assert that parameters and state agree within rounding errors of the steps."""
     for a, b in zip(ours.param_groups[0]["params"], torchs.param_groups[0]["params"], strict=True):
         assert ours.state[a].keys() == torchs.state[b].keys()
         largest = (

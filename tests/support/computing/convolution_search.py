@@ -2,13 +2,13 @@
 
     python tests/support/computing/convolution_search.py --count 5000 --dimensions 3
 
-Each problem is drawn at random and compared with FP64, which oneDNN does not compute. Memory is
-filled with NaN before it is used, so that a value that a kernel leaves unwritten shows up.
-Problems run in child processes: some kernels write beyond their results, and the process ends with
-SIGABRT or SIGSEGV. With `--guarded` the gradients come from `convolution_backward` in
-qsync_fx.backend.operators.conv_gradients, which must be right for every problem.
+Random problems are compared with FP64 results, which oneDNN does not compute. Uninitialized memory
+contains NaN, which reveals values that a kernel does not write. Problems run in child processes,
+since some kernels write out of bounds and end with SIGABRT or SIGSEGV. With `--guarded` the
+gradients come from `convolution_backward` in qsync_fx.backend.operators.conv_gradients, which must
+be correct for every problem.
 
-The instruction set is the CPU's; `ONEDNN_MAX_CPU_ISA=AVX512_CORE` and the like lower it.
+`ONEDNN_MAX_CPU_ISA=AVX512_CORE` and other values restrict the CPU's instruction set.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Problem:
         batch, in_channels, out_channels, groups: numbers.
         size, kernel, stride, padding, dilation, output_padding: one number per spatial dimension.
         transposed: whether it is a transposed convolution.
-        channels_last: whether its tensors have their channels last in memory.
-        seed: of the values.
+        channels_last: whether tensors are channels-last in memory.
+        seed: seed of the values.
     """
 
     batch: int
@@ -94,8 +94,8 @@ class Problem:
 
     @property
     def valid(self) -> bool:
-        """Whether torch accepts it; dilated kernels of one value, where BF16 crashes, are
-        left out.
+        """Whether torch accepts the problem. Dilated kernels of one value, which crash in BF16, are
+        excluded.
         """
         spare = zip(self.output_padding, self.stride, self.dilation, strict=True)
         dilated = zip(self.kernel, self.dilation, strict=True)
@@ -116,16 +116,16 @@ class Problem:
             (self.batch, self.in_channels, *self.size),
             shape,
         )
-        made = [torch.randn(sizes, generator=generator).to(dtype) for sizes in shapes]
+        values = [torch.randn(sizes, generator=generator).to(dtype) for sizes in shapes]
         if self.channels_last and len(self.size) > 1:
             last = torch.channels_last if len(self.size) == 2 else torch.channels_last_3d
-            made = [tensor.contiguous(memory_format=last) for tensor in made]
-        gradient, x, weight = made
+            values = [tensor.contiguous(memory_format=last) for tensor in values]
+        gradient, x, weight = values
         return gradient, x, weight
 
 
 def draw(source: random.Random, dimensions: Sequence[int] = (1, 2, 3)) -> Problem:
-    """Return a random problem of one of the numbers of spatial dimensions."""
+    """Return a random problem with one of the given numbers of spatial dimensions."""
     while True:
         spatial, transposed = source.choice(dimensions), source.random() < 0.2
         channels = source.choice(CHANNELS)
@@ -199,7 +199,7 @@ def _close(result: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 @contextmanager
 def dirty_memory() -> Iterator[None]:
-    """Let torch fill new tensors with NaN in the context."""
+    """Fill new tensors with NaN in the context."""
     before = torch.are_deterministic_algorithms_enabled()
     filling = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -214,7 +214,7 @@ def dirty_memory() -> Iterator[None]:
 def judged(
     problems: Sequence[Problem], dtype: torch.dtype, guarded: bool = False
 ) -> list[list[str]]:
-    """Return what is wrong with each problem, in a child process: "crash" if that ends early."""
+    """Return the wrong results of each problem, or "crash", computed in a child process."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -225,7 +225,7 @@ def judged(
                 with dirty_memory():
                     names = wrong(problem, dtype, guarded)
                 print(json.dumps(names), file=stream, flush=True)
-        # glibc notices a corrupted heap when memory is given back or asked for.
+        # glibc detects a corrupted heap when memory is freed or allocated.
         del stream
         _ = [bytearray(size) for size in range(16, 40_000, 488)]
         os._exit(0)
@@ -248,7 +248,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--guarded", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # a child process of one with threads cannot start any
+    torch.set_num_threads(1)  # threads do not survive fork
     dtype = getattr(torch, arguments.dtype)
     source = random.Random(arguments.seed)
     counts: collections.Counter[tuple[str, ...]] = collections.Counter()

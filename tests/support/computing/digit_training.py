@@ -1,4 +1,4 @@
-"""Batch of small images for training tests, with tolerances of gradients in each format."""
+"""Batch of small images for training tests, and gradient tolerances of each format."""
 
 from __future__ import annotations
 

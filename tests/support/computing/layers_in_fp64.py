@@ -18,13 +18,13 @@ from tests.support.computing.products_in_fp64 import SEED, Operand, Product
 
 
 def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Assert that output and gradients equal the FP64 result for operands in the format."""
+    """Assert that output and gradients equal FP64 results of operands rounded to the format."""
     y = layer(x, weight, bias)
     row, inputs = FORMATS[layer.fmt], [t for t in (x, weight, bias) if t is not None]
     assert y.dtype == (layer.out_dtype or OUT[layer.fmt])
     gradient = torch.randn_like(y)
-    found = torch.autograd.grad(y, inputs, gradient)
-    assert [t.dtype for t in found] == [t.dtype for t in inputs]
+    gradients = torch.autograd.grad(y, inputs, gradient)
+    assert [t.dtype for t in gradients] == [t.dtype for t in inputs]
     a, b = layer.operands(x, weight)
     carrier = torch.promote_types(row.carrier.dtype, y.dtype)
     narrow = None if summed_as_integers(layer, weight) else carrier
@@ -37,15 +37,15 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     carrier = row.carrier.dtype
     plain = row.gradient.plain and layer.geometry is not None
     if plain:
-        # One operand of the emulation dtype includes its scale: the weight, and the activation if
-        # its\n# scale varies.
+        # In the compute dtype, the weight includes its scale, and so does the activation if its
+        # scale varies.
         b = Operand(b.value.float().to(carrier), None)
         a = (
             Operand(a.value.float().to(carrier), None)
             if a.scale is not None and a.scale.dim()
             else a
         )
-    # A varying scale varies along the summed dimension, and is part of the rounded gradient.
+    # A scale that varies along the summed dimension is folded into the rounded gradient.
     folds: dict[Any, Tensor | None] = {
         "activation": spread(b.scale, "weight") if b.scale is not None and b.scale.dim() else None,
         "weight": spread(a.scale, "activation") if a.scale is not None and a.scale.dim() else None,
@@ -54,12 +54,12 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     into = {role: Operand(*pair).value for role, pair in rounded.items()}
     for_x = b.value if folds["activation"] is None else b.q.double()
     for_weight = a.value if folds["weight"] is None else a.q.double()
-    # Integers are summed exactly, on every path of a linear layer.
+    # Linear layers sum integers exactly on every path.
     narrow = (
         None if row.gradient.kind == row.kind == "integer" and layer.geometry is None else carrier
     )
-    Product.of(to_x, into["activation"], for_x).assert_met(found[0], narrow)
-    Product.of(to_weight, into["weight"], for_weight).assert_met(found[1], narrow)
+    Product.of(to_x, into["activation"], for_x).assert_met(gradients[0], narrow)
+    Product.of(to_weight, into["weight"], for_weight).assert_met(gradients[1], narrow)
     if bias is not None:
         every = [
             d
@@ -69,25 +69,27 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
         ones = torch.ones((), dtype=torch.float64)
         total = functools.partial(torch.sum, dim=every) if every else torch.clone
         summed, resolution = (into["weight"], carrier) if plain else (gradient.double(), None)
-        Product.of(lambda g, one: total(g * one), summed, ones).assert_met(found[2], resolution)
+        Product.of(lambda g, factor: total(g * factor), summed, ones).assert_met(
+            gradients[2], resolution
+        )
 
 
 def summed_as_integers(layer: Layer, weight: Tensor) -> bool:
-    """Return whether the sums of the output are exact."""
+    """Return whether the output sums are exact."""
     if FORMATS[layer.fmt].dtype != torch.int8:
         return False
     if layer.geometry is None:
         return True
-    one, wide = weight[0].numel() == 1, (layer.out_dtype or OUT[layer.fmt]).itemsize > 2
+    scalar_kernel, wide = weight[0].numel() == 1, (layer.out_dtype or OUT[layer.fmt]).itemsize > 2
     return (
         wide
         and cpu_multiplies_integers()
-        and not (layer.geometry.transposed or layer.geometry.groups > 1 or one)
+        and not (layer.geometry.transposed or layer.geometry.groups > 1 or scalar_kernel)
     )
 
 
 def products(layer: Layer, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], ...]:
-    """Return the three products of a layer in FP64, and the shape of a scale over the output."""
+    """Return the three products of a layer in FP64, and a function that shapes scales."""
     geometry = layer.geometry
     if geometry is None:
         return (

@@ -65,12 +65,12 @@ class Layer:
         return keep_x, [0]
 
     def order(self, x: Tensor, weight: Tensor) -> list[int]:
-        """Return the dimensions of torch's convolution from the outermost in memory to the
-        innermost.
+        """Return the dimensions of torch's convolution output from outermost to innermost in
+        memory.
         """
         assert self.geometry is not None
         if torch.compiler.is_dynamo_compiling():
-            # Dynamo traces neither the change of modes nor the sort below.
+            # Dynamo traces neither the change of modes nor `memory_order`.
             last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
             follows = last is not None and any(
                 t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, weight)
@@ -118,8 +118,8 @@ class Layer:
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, seed: Tensor = SEED
     ) -> Tensor:
-        found: Tensor = self.operator(*self.arguments(x, weight, bias, seed))
-        return found
+        output: Tensor = self.operator(*self.arguments(x, weight, bias, seed))
+        return output
 
 
 def leaf(t: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reference of the native kernels in numpy, and calls of the kernels on guarded memory."""
+"""Reference of the native kernels in numpy, and kernel calls with guarded memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def uniform(n: int, seed: int, stream: int, first: int = 0) -> NDArray[np.float3
 def quantized(
     x: torch.Tensor, rounding: str, levels: int, seed: int, stream: int, first: int = 0
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Return (q, scales) of a matrix."""
+    """Return q, int8 [rows, columns], and scales, float32 [rows]."""
     values = x.float().numpy()
     r = uniform(values.size, seed, stream, first).reshape(values.shape)
     most = np.abs(values).max(1, initial=0)
@@ -94,9 +94,9 @@ def run_quantize(
 def vectors(
     draw: st.DrawFn, n: int, dtype: torch.dtype = torch.float32, finite: bool = False
 ) -> torch.Tensor:
-    """Return n random values of one or all magnitudes, with zeros, denormals and large values.
+    """Return n random values of one or many magnitudes, with zeros, denormals and large values.
 
-    Unless `finite`, they include NaN and infinities. Half of the results start at an odd address.
+    Unless `finite`, some are NaN or infinite. A random offset shifts the start in memory.
     """
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     limits = torch.finfo(dtype)

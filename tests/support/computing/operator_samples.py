@@ -1,8 +1,7 @@
 """Calls of ATen operators from the samples of PyTorch's operator database.
 
-Invariant: every call is one node of a pre-dispatch trace of one sample with its values, so
-composite
-operators are one call.
+Invariant: every call is one node of a pre-dispatch trace of a sample, so composite operators are
+one call.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 @dataclass(frozen=True)
 class Call:
-    """One operator and the values of its arguments."""
+    """Operator and the values of its arguments."""
 
     target: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-# These read values of tensors during tracing, or need a device or storage that a trace lacks.
+# Entries that read values of tensors during tracing, or need a device or storage.
 UNTRACEABLE = frozenset(
     "item allclose equal sparse.sampled_addmm sparse.mm jiterator_unary jiterator_binary "
     "jiterator_4inputs_with_extra_args "
@@ -55,26 +54,25 @@ def calls(samples: int) -> tuple[Call, ...]:
     entries = [
         e for e in op_db if e.name not in UNTRACEABLE and torch.float32 in e.supported_dtypes("cpu")
     ]
-    found: list[Call] = []
-    # An open generator of samples changes the autograd mode when it is collected, possibly during
-    # a\n# trace.
+    recorded: list[Call] = []
+    # A sample generator changes the autograd mode when it is collected, possibly during a trace.
     gc.disable()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # Tracing costs more than the traced code, so many entries share a trace.
             for start in range(0, len(entries), 50):
-                found += _calls(
+                recorded += _calls(
                     [(e, s) for e in entries[start : start + 50] for s in _first(e, samples)]
                 )
     finally:
         gc.enable()
-    return tuple(found)
+    return tuple(recorded)
 
 
 def _first(entry: Any, samples: int) -> list[Any]:
     torch.manual_seed(0)
-    # Not `entry.sample_inputs`, which searches the stack for the calling test at every sample.
+    # `entry.sample_inputs` would search the stack for the calling test at every sample.
     return list(
         itertools.islice(entry.sample_inputs_func(entry, "cpu", torch.float32, False), samples)
     )
@@ -83,11 +81,13 @@ def _first(entry: Any, samples: int) -> list[Any]:
 def _calls(cases: list[tuple[Any, Any]]) -> list[Call]:
     """Return the calls of (entry, sample) pairs, in one trace."""
     leaves, spec = tree_flatten([(sample.input, sample.args, sample.kwargs) for _, sample in cases])
-    tensors = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
 
     def run(*values: torch.Tensor) -> list[Any]:
         filled = dict(zip(tensors, values, strict=True))
-        inputs = tree_unflatten([filled.get(at, leaf) for at, leaf in enumerate(leaves)], spec)
+        inputs = tree_unflatten(
+            [filled.get(index, leaf) for index, leaf in enumerate(leaves)], spec
+        )
         return [
             entry(first, *args, **kwargs)
             for (entry, _), (first, args, kwargs) in zip(cases, inputs, strict=True)

@@ -1,7 +1,7 @@
 """FP64 results of lowered products from their exact operands, with error bounds.
 
-The bounds follow only from the documented roundings: sums in FP32, one rounding of the product to
-the emulation dtype, and one of the result to its dtype.
+The bounds follow from the documented roundings: FP32 sums, and one rounding each of the product to
+the compute dtype and of the result to its dtype.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Product:
         return Product(product, product + bias.double(), magnitude + bias.double().abs(), terms)
 
     def assert_met(self, found: Tensor, carrier: torch.dtype | None) -> None:
-        """Assert that `found` equals the value up to the roundings of a product in `carrier` (None:
-        exact).
+        """Assert that `found` equals the value within a product's roundings in compute dtype
+        `carrier`; None means exact products.
         """
         assert found.shape == self.value.shape
         error = (found.double() - self.value).abs()
-        # Denormals, which a BF16 product may flush to zero, have an absolute error.
+        # Denormals, which a BF16 product may flush to zero, add an absolute error.
         bound = (self.terms + 8) * (unit(torch.float32) * self.magnitude + 2.0**-126) + unit(
             carrier
         ) * self.product.abs()

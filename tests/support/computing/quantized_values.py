@@ -13,22 +13,22 @@ GRIDDED = [row.name for row in FORMATS.values() if not row.scaled and not row.pl
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
-    """Return whether bits, dtypes, shapes and strides are equal; all NaN are equal."""
+    """Assert equal bits, dtypes, shapes and strides; all NaN are equal."""
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     assert found.stride() == expected.stride()
     if found.dtype.itemsize > 1:
         assert torch.equal(found.isnan(), expected.isnan())
         found, expected = found.nan_to_num(nan=1.0), expected.nan_to_num(nan=1.0)
-    one, other = (
+    actual_bits, expected_bits = (
         t.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
         for t in (found, expected)
     )
-    assert torch.equal(one, other)
+    assert torch.equal(actual_bits, expected_bits)
 
 
 def grid_of(row: Precision) -> np.ndarray:
-    """Return all values of a small format in ascending order."""
+    """Return all values of an 8-bit format in ascending order."""
     if row.kind == "integer":
         return np.arange(-row.max, row.max + 1)
     values = torch.arange(256, dtype=torch.uint8).view(row.dtype).double()

@@ -1,4 +1,4 @@
-"""Training steps whose gradients identify the random numbers of their roundings."""
+"""Training steps whose gradients depend on the random numbers of their roundings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def step(fast: Any, model: nn.Module) -> dict[str, Tensor]:
 
 
 def started(precision: str = "int8", **options: Any) -> Callable[[], dict[str, Tensor]]:
-    """Return a compiled training step that uses no random numbers of torch."""
+    """Return a compiled training step that draws no random numbers from torch."""
     model = build(Perceptron)
     fast = compiled(model, precision=precision, **options)
     step(fast, model)

@@ -1,4 +1,4 @@
-"""Helpers of the tests of products with a weight."""
+"""Helpers for tests of products with a weight."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Ways to write to the weight of a layer.
+"""Writes to the weight of a layer.
 
-Each negates the weight, so the scale of its INT8 copy stays valid and the output changes its sign.
+Each negates the weight: the scale of its INT8 copy stays valid and the output changes its sign.
 """
 
 from __future__ import annotations
@@ -50,4 +50,4 @@ UNCOUNTED: Final[Mapping[str, Write]] = {
     "through .data": lambda layer: layer.weight.data.neg_(),
     "through numpy": taken_apart,
 }
-"""Writes that change none of these."""
+"""Writes that change none of them."""

@@ -1,4 +1,4 @@
-"""Generate the tables of CUDA kernels and their architectures from the code that selects them."""
+"""Generate the tables of CUDA kernels and architectures from the code that selects them."""
 
 from __future__ import annotations
 
@@ -31,30 +31,34 @@ def _name(row: Precision) -> str:
 
 def linear(row: Precision) -> list[Problem]:
     """Return the products of a linear layer in a format: output and both gradients."""
-    own, given = _name(row), _name(row.gradient)
+    fmt, gradient_fmt = _name(row), _name(row.gradient)
     scale: Any = "tensor" if row.scaled else "none"
-    left: Any = "tensor" if row.gradient.scaled else "none"
-    saved = own if row.gradient.dtype.itemsize == 1 else given
-    output = GemmProblem(SIZE, SIZE, SIZE, own, own, row.output.name, "row", "column", scale, scale)
-    to_input = replace(output, a=given, b=saved, out="fp32", b_major="row", a_scale=left)
-    # The kernel that rounds a gradient with a scale also writes it in column-major order.
+    gradient_scale: Any = "tensor" if row.gradient.scaled else "none"
+    saved = fmt if row.gradient.dtype.itemsize == 1 else gradient_fmt
+    output = GemmProblem(SIZE, SIZE, SIZE, fmt, fmt, row.output.name, "row", "column", scale, scale)
+    to_input = replace(
+        output, a=gradient_fmt, b=saved, out="fp32", b_major="row", a_scale=gradient_scale
+    )
+    # The kernel that rounds a gradient with a scale also writes its transpose.
     return [output, to_input, replace(to_input, a_major="row" if row.gradient.scaled else "column")]
 
 
 def convolution(row: Precision) -> list[Problem]:
     """Return the products of a convolution in a format."""
-    own, given = _name(row), _name(row.gradient)
+    fmt, gradient_fmt = _name(row), _name(row.gradient)
     scale: Any = "tensor" if row.scaled else "none"
-    left: Any = "tensor" if row.gradient.scaled else "none"
-    saved = own if row.gradient.dtype.itemsize == 1 else given
-    where = (64, 28, 28, 512, 512, 3, 3, (1, 1), (1, 1), (1, 1))
-    output = ConvProblem("fprop", *where, own, own, row.output.name, scale, scale)
-    to_input = replace(output, operation="dgrad", a=given, b=saved, out="fp32", a_scale=left)
+    gradient_scale: Any = "tensor" if row.gradient.scaled else "none"
+    saved = fmt if row.gradient.dtype.itemsize == 1 else gradient_fmt
+    geometry = (64, 28, 28, 512, 512, 3, 3, (1, 1), (1, 1), (1, 1))
+    output = ConvProblem("fprop", *geometry, fmt, fmt, row.output.name, scale, scale)
+    to_input = replace(
+        output, operation="dgrad", a=gradient_fmt, b=saved, out="fp32", a_scale=gradient_scale
+    )
     return [output, to_input, replace(to_input, operation="wgrad")]
 
 
 def products() -> str:
-    """Return the products of a layer in each format that are kernels on each GPU."""
+    """Return the products of a layer in each format that use kernels on each GPU."""
 
     def cell(problems: list[Problem], capability: tuple[int, int]) -> str:
         arch = kernel_config.target(capability)
@@ -69,10 +73,10 @@ def products() -> str:
         for layer in (linear, convolution):
             for row in FORMATS.values():
                 if not row.plain:
-                    found = {at: layer(row_at(at, row)) for at in GPUS.values()}
+                    by_gpu = {version: layer(row_at(version, row)) for version in GPUS.values()}
                     yield (
                         f"{layer.__name__}, `{row.name}`",
-                        *(cell(found[at], at) for at in GPUS.values()),
+                        *(cell(by_gpu[version], version) for version in GPUS.values()),
                     )
 
     return markdown(("layer and format", *GPUS), rows())
@@ -89,8 +93,12 @@ def architectures() -> str:
 
     def rows() -> Iterator[tuple[str, ...]]:
         for capability, name in gpus.items():
-            how = "" if capability in kernel_config.BY_CAPABILITY else ", by its PTX"
-            yield ".".join(map(str, capability)), name, f"`{kernel_config.target(capability)}`{how}"
+            suffix = "" if capability in kernel_config.BY_CAPABILITY else ", by its PTX"
+            yield (
+                ".".join(map(str, capability)),
+                name,
+                f"`{kernel_config.target(capability)}`{suffix}",
+            )
 
     return markdown(("compute capability", "GPUs", "`--arch`"), rows())
 

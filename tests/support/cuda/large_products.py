@@ -1,4 +1,4 @@
-"""Products that are large enough for a kernel, for tests of selection and launching."""
+"""Products large enough for a kernel, for tests of selection and launching."""
 
 from __future__ import annotations
 

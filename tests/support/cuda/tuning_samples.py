@@ -20,18 +20,18 @@ HERE = Environment("NVIDIA H200", "570.86", "13.0", "2.13.0", "4.2.0", 1)
 
 def configs(count: int) -> list[KernelConfig]:
     return [
-        KernelConfig("gemm", "sm_80", "int8", "int8", "bf16", (128, 128, 64), stages=3 + at)
-        for at in range(count)
+        KernelConfig("gemm", "sm_80", "int8", "int8", "bf16", (128, 128, 64), stages=3 + index)
+        for index in range(count)
     ]
 
 
 def timer(*seconds: list[float] | None) -> tuple[list[KernelConfig], RecordedTimer]:
-    """Return candidates and their timer; the first list has torch's times, None is a failing
+    """Return candidates and their timer; the first list is torch's seconds, None is a failing
     candidate.
     """
-    found = configs(len(seconds) - 1)
-    names = ["torch", *(config.name for config in found)]
-    return found, RecordedTimer(
+    candidates = configs(len(seconds) - 1)
+    names = ["torch", *(config.name for config in candidates)]
+    return candidates, RecordedTimer(
         {name: s for name, s in zip(names, seconds, strict=True) if s is not None}
     )
 

@@ -1,4 +1,4 @@
-"""Rank that saves and resumes a compressed training."""
+"""Rank process that saves and resumes training with compressed gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEFORE, AFTER = 3, 3
 
 
 class Job:
-    """Return a model with compressed gradients and its optimizer."""
+    """Model with compressed gradients, and its optimizer."""
 
     def __init__(self, precision: str) -> None:
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ class Job:
 
 
 def resume(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Train, save and continue; load in a new job and continue; return the sums of both."""
+    """Train, save and continue; load into a new job and continue; compare the parameters."""
     warnings.simplefilter("ignore")
     folder, later = f"{job['where']}/checkpoint", range(BEFORE, BEFORE + AFTER)
     first = Job("int8" if rank else "bf16")

@@ -1,10 +1,8 @@
-"""Rank whose process group supports only GPUs, as after `init_process_group("nccl")`.
+"""Rank process with a GPU-only default group, as after `init_process_group("nccl")`.
 
-tests/distributed runs it as a process. The backend is gloo, registered for "cuda" only, so torch
-rejects
-CPU tensors as with NCCL. The model is on the CPU, and DistributedDataParallel sends its gradients
-over a
-gloo group of the user.
+It is started by tests/distributed. The backend is gloo, registered for "cuda" only, so torch
+rejects CPU tensors as with NCCL. The model is on the CPU, and DistributedDataParallel reduces its
+gradients in another gloo group.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from tests.support.processes import ranks
 
 
 def refusals(rank: int) -> list[str]:
-    """Return torch's errors for tensors and objects that ranks pass to this group."""
-    found = []
+    """Return torch's errors for collectives of CPU tensors and objects in the default group."""
+    messages = []
     tries: list[Callable[[], Any]] = [
         lambda: distributed.all_reduce(torch.ones(3)),
         distributed.barrier,
@@ -41,70 +39,76 @@ def refusals(rank: int) -> list[str]:
     for give in tries:
         try:
             give()
-            found.append("")
+            messages.append("")
         except (RuntimeError, AssertionError) as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 def routes() -> list[list[Any]]:
-    """Return device and group of measured all-reduces for a model on another device than the CPU.
+    """Return [device, is default group] of each measured all-reduce of a GPU model.
 
-    The meta device represents a GPU, so all-reduces of its tensors do nothing.
+    The meta device represents the GPU; all-reduces of its tensors are skipped.
     """
-    found, sends = [], distributed.all_reduce
+    calls, sends = [], distributed.all_reduce
 
     def noted(tensor: Tensor, *how: Any, group: Any = None, **more: Any) -> Any:
-        found.append([tensor.device.type, group is None])
+        calls.append([tensor.device.type, group is None])
         return None if tensor.is_meta else sends(tensor, *how, group=group, **more)
 
     with mock.patch.object(distributed, "all_reduce", noted):
         all_reduce_seconds(2**10, 1, torch.device("meta"))
-    return found
+    return calls
 
 
 def measured(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Measure links without a model, and return torch's errors."""
+    """Measure links, and return torch's errors."""
     norm = nn.BatchNorm1d(8)
     return {
         "refused": refusals(rank),
         "routes": routes(),
         "numbers": [[asdict(item) for item in exchanges()], buffers_seconds(norm)],
-        "ways": [one.method for one in reductions(["qsgd8"], 2**12, 3)],
+        "ways": [reduction.method for reduction in reductions(["qsgd8"], 2**12, 3)],
     }
 
 
 def trained(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Find a plan, train and replan with compressed gradients; return differences between ranks."""
-    # If no step with sent gradients could be trained, less would be measured, with a warning.
+    """Find a plan, train and replan with compressed gradients, and check different replicas."""
+    # The profiler warns and measures less if no step with gradient reduction can be trained.
     warnings.filterwarnings("error", message="no step could be trained")
     model, batch = network(), data(rank, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "device_class": ["fast", "slow"][rank],
         "precisions": ["fp32", "int8"],
         "codecs": ["qsgd8"],
     }
-    how |= {
+    options |= {
         "optimizer": optimizer,
         "progress": False,
         "repeats": 1,
         "max_replans": 1,
         "hierarchical": False,
     }
-    plan = qsync_fx.distributed.measure_and_plan(model, squares, [batch], **how)
+    plan = qsync_fx.distributed.measure_and_plan(model, squares, [batch], **options)
     gloo = distributed.new_group(backend="gloo")
     parallel = DistributedDataParallel(compiled(model, plan), process_group=gloo)
     handle = compress(parallel, plan, check_every=1)
-    # By this clock, both ranks are slower than predicted.
-    how = {"compression": handle, "free": lambda: None, "clock": lambda: 100 * time.perf_counter()}
-    replan = Replanning(plan, patience=2, cooldown=2, **how)
+    # With this clock, both ranks are slower than predicted.
+    options = {
+        "compression": handle,
+        "free": lambda: None,
+        "clock": lambda: 100 * time.perf_counter(),
+    }
+    replan = Replanning(plan, patience=2, cooldown=2, **options)
     with guard(parallel, check_every=1, replan=replan) as training:
         list(train(parallel, rank, 8))
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "plan": plan.to_json(),
         "travelled": [
-            one.backend for profile in plan.survey.profiles.values() for one in profile.collectives
+            collective.backend
+            for profile in plan.survey.profiles.values()
+            for collective in profile.collectives
         ]
         if plan.survey is not None
         else [],
@@ -116,14 +120,14 @@ def trained(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     average_by_batch(other)
     with guard(other, check_every=1):
         list(train(other, rank, 2, samples=2 + rank))
-    found["weighted"] = weights(other)
+    results["weighted"] = weights(other)
     with torch.no_grad():
         other.module.get_parameter("1.bias")[2] += rank
     try:
         check_replicas(other)
     except qsync_fx.RankError as error:
-        found["differing"] = said(error)
-    return found
+        results["differing"] = said(error)
+    return results
 
 
 def squares(module: nn.Module, x: Tensor) -> Tensor:

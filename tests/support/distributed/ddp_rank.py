@@ -1,7 +1,4 @@
-"""Rank of the data-parallel tests: trains a few steps and writes its results.
-
-test_ddp.py runs it as a process.
-"""
+"""Rank process of the data-parallel tests, started by test_ddp.py."""
 
 from __future__ import annotations
 
@@ -29,14 +26,14 @@ PLANS = {
 
 
 class Model(nn.Module):
-    """Model with several buckets of 1 MiB, a layer called twice, functions, and an optional graph
-    break.
-    """
+    """Model with several 1 MiB buckets, a reused layer, functions and an optional graph break."""
 
     def __init__(self, breaks: bool) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.layers = nn.ModuleList(nn.Linear(128 if at == 0 else 512, 512) for at in range(4))
+        self.layers = nn.ModuleList(
+            nn.Linear(128 if index == 0 else 512, 512) for index in range(4)
+        )
         self.head = nn.Linear(512, 10)
         self.breaks = breaks
 
@@ -66,11 +63,11 @@ def main(rank: int, folder: str, job: dict[str, Any]) -> dict[str, Any]:
         timeout=datetime.timedelta(seconds=60),
     )
     parallel = DistributedDataParallel(model, bucket_cap_mb=1)
-    found: list[tuple[str, str]] = []
+    operators: list[tuple[str, str]] = []
 
     @qsync_fx.graph_pass(after="lower")
     def collect(graph: qsync_fx.PrecisionGraph) -> None:
-        found.extend((str(op.id), str(op.precision)) for op in graph.operators())
+        operators.extend((str(op.id), str(op.precision)) for op in graph.operators())
 
     backend = Counting()
     fast = backend.compile(parallel, plan=plan, passes=[collect])
@@ -91,7 +88,7 @@ def main(rank: int, folder: str, job: dict[str, Any]) -> dict[str, Any]:
     dist.destroy_process_group()
     return {
         "graphs": len(backend.graphs),
-        "operators": found,
+        "operators": operators,
         "undivided": [(str(op.id), str(op.precision)) for op in undivided.operators],
         "undivided_graphs": len(undivided.graphs),
         "losses": losses,

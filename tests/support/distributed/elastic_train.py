@@ -2,9 +2,8 @@
 
     torchrun ... elastic_train.py FOLDER STEPS
 
-It finds a plan for the current ranks and continues from a checkpoint. Each start writes
-FOLDER/start-COUNT-RANK.json when training begins. A training with all steps ends when FOLDER/go
-exists.
+Each start plans for the current ranks and continues from the last checkpoint. Each rank writes its
+progress to FOLDER/PID.json. Training ends after STEPS steps, once FOLDER/go exists.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ def train(folder: Path, steps: int) -> None:
         max_replans=0,
         save=folder / "plan.json",
     )
-    done, kept = 0, folder / "checkpoint"
-    if kept.exists():
+    done, latest = 0, folder / "checkpoint"
+    if latest.exists():
         state, moments = get_state_dict(model, optimizer)
         saved: dict[str, Any] = {"model": state, "optimizer": moments, "done": torch.tensor(0)}
-        checkpoint.load(saved, checkpoint_id=kept)
+        checkpoint.load(saved, checkpoint_id=latest)
         set_state_dict(
             model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
         )
@@ -66,7 +65,7 @@ def train(folder: Path, steps: int) -> None:
         torch.compile(model, backend="qsync", options={"plan": plan, "inner_backend": "aot_eager"})
     )
     count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    said = {
+    status = {
         "world": world,
         "ranks": plan.ranks,
         "done": done,
@@ -89,22 +88,22 @@ def train(folder: Path, steps: int) -> None:
                 )
                 if rank == 0:
                     put(folder, part)
-                write(folder, {**said, "reached": done})
+                write(folder, {**status, "reached": done})
                 time.sleep(0.1)
     check_replicas(model)
-    write(folder, {**said, "reached": done, "ended": True})
+    write(folder, {**status, "reached": done, "ended": True})
     distributed.destroy_process_group()
 
 
 def may_end(folder: Path) -> bool:
-    """Return whether all ranks have seen that the training may end."""
-    seen = torch.tensor(float((folder / "go").exists()))
-    distributed.all_reduce(seen, distributed.ReduceOp.MIN)
-    return bool(seen)
+    """Return whether FOLDER/go exists for all ranks."""
+    ready = torch.tensor(float((folder / "go").exists()))
+    distributed.all_reduce(ready, distributed.ReduceOp.MIN)
+    return bool(ready)
 
 
 def put(folder: Path, part: Path) -> None:
-    """Let "checkpoint" name the complete checkpoint."""
+    """Replace the link "checkpoint" by a link to the complete checkpoint `part`."""
     link = folder / "checkpoint.new"
     link.symlink_to(part.name)
     link.replace(folder / "checkpoint")

@@ -1,4 +1,4 @@
-"""Rank of the tests of faults during planning; tests/distributed runs it as a process."""
+"""Rank process of the tests of faults during planning, started by tests/distributed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.processes import ranks
 
 @contextmanager
 def as_a_plan_is_chosen(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` on rank 0 when all profiles have arrived and it begins to solve."""
+    """Call `act` on rank 0 after it has received all profiles, before it solves."""
     choosing = fleet_plan._Choosing
 
     def begin(*arguments: Any) -> Any:
@@ -48,7 +48,7 @@ def find(
     formats: tuple[str, ...] = ("fp32",),
     **how: Any,
 ) -> Any:
-    """Find a plan with as little measurement as possible."""
+    """Find a plan with one repetition per measurement."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return qsync_fx.distributed.measure_and_plan(
@@ -74,13 +74,11 @@ def told(call: Callable[[], Any]) -> list[str]:
 
 
 def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Survive faults one after the other on all ranks; between them, find a plan and train under
-    it.
-    """
+    """Return the errors of successive faults; between them, find a plan and train under it."""
     folder, odd = Path(job["where"]), rank == 1
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     torch.__version__ = torch.__version__ + "x" * odd  # type: ignore[assignment]
-    found["version"] = told(lambda: find(rank))
+    results["version"] = told(lambda: find(rank))
     torch.__version__ = str(torch.__version__).removesuffix("x")  # type: ignore[assignment]
 
     plan = find(rank, "both", 1, ("fp32", "bf16"), save=folder / "plan.json")
@@ -90,14 +88,14 @@ def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     parallel = DistributedDataParallel(model)
     with guard(parallel, check_every=1):
         list(train(parallel, rank, 2))
-    found["twice"] = {"plan": plan.to_json(), "weights": weights(parallel)}
+    results["twice"] = {"plan": plan.to_json(), "weights": weights(parallel)}
 
-    found["class"] = told(lambda: find(rank, memory={"v100": "1 GB"}))
-    found["weights"] = told(lambda: find(rank, memory={"slow": 500}))
+    results["class"] = told(lambda: find(rank, memory={"v100": "1 GB"}))
+    results["weights"] = told(lambda: find(rank, memory={"slow": 500}))
 
-    # Do not run the plan to correct the profile: Inductor's files would fail before the plan's.
+    # Without a trial run of the plan: writes of Inductor would fail before the write of the plan.
     with full_disk() as fill, as_a_plan_is_chosen(fill):
-        found["disk"] = told(lambda: find(rank, save=folder / "plan.json"))
+        results["disk"] = told(lambda: find(rank, save=folder / "plan.json"))
 
     for name, text in (
         ("truncated", '{"format": "qsync-meas'),
@@ -105,13 +103,13 @@ def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     ):
         if odd:
             (folder / f"{name}.1.json.partial").write_text(text)
-        found[name] = told(lambda name=name: find(rank, path=folder / f"{name}.json"))  # type: ignore[misc]
-    return found
+        results[name] = told(lambda name=name: find(rank, path=folder / f"{name}.json"))  # type: ignore[misc]
+    return results
 
 
 @contextmanager
 def full_disk() -> Iterator[Callable[[], None]]:
-    """Limit the size of files of this process to zero in the context."""
+    """Yield a function that limits files of this process to 64 bytes until the context ends."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -121,7 +119,7 @@ def full_disk() -> Iterator[Callable[[], None]]:
 
 
 def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Kill a rank while rank 0 solves; the other one reports its error."""
+    """Kill a rank while rank 0 solves, and return the error of the other rank."""
     folder, who = Path(job["where"]), job["who"]
     began = folder / "solves"
 
@@ -133,7 +131,7 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             time.sleep(0.05)
 
     if rank == 1 and who == 1:
-        # Another process kills it, because this one waits for rank 0's answer.
+        # Another process kills rank 1, which waits for rank 0's broadcast.
         script = (
             f"while [ ! -e {began} ]; do sleep 0.1; done; kill -9 {os.getpid()}; touch "
             f"{folder / 'dead'}"

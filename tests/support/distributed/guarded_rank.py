@@ -1,4 +1,4 @@
-"""Rank of the tests of guards; tests/distributed runs it as a process."""
+"""Rank process of the guard tests, started by tests/distributed."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ def said(error: qsync_fx.RankError) -> dict[str, Any]:
 
 
 def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Introduce one difference after the other between ranks, and finally none."""
+    """Return the errors of successive differences between ranks, and train without a difference."""
     odd = rank == 1
-    found = {}
+    results = {}
 
     def tries(name: str, model: nn.Module, replan: Any = None, **how: Any) -> None:
         try:
             with guard(model, replan=replan):
                 list(train(model, rank, 1, **how))
         except qsync_fx.RankError as error:
-            found[name] = said(error)
+            results[name] = said(error)
 
     tries("model", network(17 if odd else 16))
     torch.__version__ = torch.__version__ + "x" * odd  # type: ignore[assignment]
@@ -85,8 +85,8 @@ def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     model = DistributedDataParallel(compiled(network()))
     with guard(model, check_every=1):
         list(train(model, rank, 2))
-    found["trained"] = weights(model)
-    found["classes"] = sorted(
+    results["trained"] = weights(model)
+    results["classes"] = sorted(
         {str(ran.precision) for ran in qsync_fx.plan_coverage(model).operators}
     )
     with torch.no_grad():
@@ -95,7 +95,7 @@ def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     try:
         check_replicas(model)
     except qsync_fx.RankError as error:
-        found["replicas"] = said(error)
+        results["replicas"] = said(error)
     try:
         if not odd:
             with guard(model, silence=2):
@@ -103,23 +103,25 @@ def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         else:
             time.sleep(3)
     except qsync_fx.RankError as error:
-        found["absent"] = said(error)
-    return found
+        results["absent"] = said(error)
+    return results
 
 
 def averaging(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare batches of 2 and 6 samples with one process and 8, also under no_sync."""
+    """Compare gradients of two ranks with one process of 8 samples; then run no_sync."""
     model, alone = network(), network()
     parallel = DistributedDataParallel(compiled(model, Plan.uniform("fp32")))
     average_by_batch(parallel)
     sizes = [[2, 6], [4, 4]]
     with guard(parallel):
         for size in sizes:
-            whole = torch.cat([data(at, samples) for at, samples in enumerate(size)]).sign()
+            combined = torch.cat(
+                [data(index, samples) for index, samples in enumerate(size)]
+            ).sign()
             parallel.zero_grad()
             alone.zero_grad()
             parallel(data(rank, size[rank]).sign()).sum(1).mean().backward()
-            alone(whole).sum(1).mean().backward()
+            alone(combined).sum(1).mean().backward()
             gradients = [
                 float((p.grad - q.grad).abs().max() / q.grad.abs().max())
                 for p, q in zip(model.parameters(), alone.parameters(), strict=True)
@@ -138,10 +140,10 @@ def averaging(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def fails(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Fail on one rank in a step or during compilation, while others are in a collective."""
-    how, odd = job["how"], rank == world - 1
-    plan = Plan("fp32", [("nowhere", "int8")]) if how == "plan" and odd else Plan.uniform("fp32")
-    if how == "limit" and odd:
+    """Fail on the last rank in a step or in compilation, while others are in a collective."""
+    fault, odd = job["how"], rank == world - 1
+    plan = Plan("fp32", [("nowhere", "int8")]) if fault == "plan" and odd else Plan.uniform("fp32")
+    if fault == "limit" and odd:
         torch._dynamo.config.recompile_limit = 1
         torch._dynamo.config.automatic_dynamic_shapes = False
     model = DistributedDataParallel(compiled(network(), plan))
@@ -155,20 +157,20 @@ def fails(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
                 f"trained {digest} by {len(qsync_fx.plan_coverage(model).operators)} operators",
                 flush=True,
             )
-            if odd and how == "kill":
+            if odd and fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if odd and how == "stop":
+            if odd and fault == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            if odd and how == "memory":
+            if odd and fault == "memory":
                 raise torch.OutOfMemoryError("out of memory: tried to allocate 99 GiB")
-            list(train(model, rank, 2, samples=5 if how == "limit" and odd else 4))
+            list(train(model, rank, 2, samples=5 if fault == "limit" and odd else 4))
     except qsync_fx.RankError as error:
         return said(error)
     return {}
 
 
 def patience(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Run a pass that exceeds the group's timeout, and stop a rank for less than it."""
+    """Compile longer than the group's timeout on rank 1, and stop it for a shorter time."""
 
     @qsync_fx.graph_pass(after="lower")
     def slow(graph: qsync_fx.PrecisionGraph) -> None:
@@ -185,14 +187,14 @@ def patience(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def finding(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Run with a rank that cannot be measured, an infeasible limit, and a feasible plan."""
-    found: dict[str, Any] = {}
+    """Return the errors of a failing measurement and an infeasible limit, and a feasible plan."""
+    results: dict[str, Any] = {}
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     name = ["fast", "slow"][rank]
 
     def step(module: nn.Module, x: Tensor) -> Tensor:
-        if found.get("broken") is None and rank == 1:
+        if results.get("broken") is None and rank == 1:
             raise ValueError("this batch is broken")
         return module(x).square().mean()
 
@@ -213,19 +215,19 @@ def finding(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         try:
             find(precisions=["fp32"], **how)
         except qsync_fx.QSyncError as error:
-            found[case] = [type(error).__name__, str(error)]
+            results[case] = [type(error).__name__, str(error)]
         except ValueError as error:
-            found[case] = [type(error).__name__, str(error)]
+            results[case] = [type(error).__name__, str(error)]
     plan = find(precisions=["fp32"] if rank == 0 else ["fp32", "bf16", "int8"], objective="hybrid")
     plan.save(f"{job['where']}/plan-{rank}.json")
     fast = DistributedDataParallel(compiled(network(), f"{job['where']}/plan-{rank}.json"))
     with guard(fast, check_every=1):
         list(train(fast, rank, 2))
-    return {**found, "plan": plan.to_json(), "printed": str(plan), "weights": weights(fast)}
+    return {**results, "plan": plan.to_json(), "printed": str(plan), "weights": weights(fast)}
 
 
 class Branching(nn.Module):
-    """Model with a layer that only some inputs use, and one that the user calls separately."""
+    """Model with a layer that only some inputs use, and one outside of its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,15 +239,15 @@ class Branching(nn.Module):
 
 
 def branches(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Use a layer on one rank only, and another on both ranks outside of compiled code."""
-    found: dict[str, Any] = {}
+    """Use a layer on one rank only, or a layer outside of compiled code on both."""
+    results: dict[str, Any] = {}
     for name in ("others", "beside"):
         model = Branching()
         parallel = DistributedDataParallel(
             compiled(model, Plan.uniform("bf16")), find_unused_parameters=name == "others"
         )
         optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-        told = []
+        messages = []
         for step in range(4):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -253,19 +255,19 @@ def branches(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
                 out = parallel(data(rank), name == "beside" or rank == 0 or step > 2)
                 (out if name == "others" else model.beside(out)).square().mean().backward()
                 optimizer.step()
-            told.append(
+            messages.append(
                 [str(w.message) for w in caught if issubclass(w.category, qsync_fx.PlanWarning)]
             )
-        found[name] = {
-            "told": told,
+        results[name] = {
+            "told": messages,
             "weights": weights(model),
             "left": [m.path for m in qsync_fx.plan_coverage(parallel).uncovered],
         }
-    return found
+    return results
 
 
 def capped(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Run a class with a plan for less memory than a step needs."""
+    """Train with a plan whose predicted peak and memory limit are below the real peak."""
     plan = ClusterPlan(
         {
             "fast": Plan.uniform("fp32"),
@@ -280,7 +282,7 @@ def capped(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Kill a rank while it measures itself."""
+    """Kill rank 1 during its measurement."""
 
     def step(module: nn.Module, x: Tensor) -> Tensor:
         if rank == 1:
@@ -297,7 +299,7 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Call find_plan with invalid arguments on one rank or on all."""
+    """Call measure_and_plan with invalid arguments on some ranks or on all."""
     steps: list[int] = []
 
     def step(module: nn.Module, x: Tensor) -> Tensor:

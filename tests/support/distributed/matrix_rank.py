@@ -1,9 +1,7 @@
-"""Rank that trains with each data-parallel feature of torch; tests/distributed runs it as a
-process.
+"""Rank process that trains with each data-parallel feature of torch.
 
-Rank 0 trains in FP32 and the others in low precision. The result of each feature has the compiled
-modules
-and the final parameters.
+It is started by tests/distributed. Rank 0 trains in FP32 and the others in low precision. The
+result of each feature contains the final parameters and the precisions of the operators.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Model with a layer that only some inputs use."""
+    """Norm and output layer, and a layer that only some inputs use."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -61,7 +59,7 @@ class Head(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks that FSDP2 shards separately, and a head."""
+    """Model of blocks, which FSDP2 shards separately, and a head."""
 
     def __init__(self, norm: bool = False, saves: bool = False) -> None:
         super().__init__()
@@ -108,8 +106,7 @@ def parallel(
 ) -> Any:
     """Return a model in DistributedDataParallel, compiled inside or outside of it."""
     model = model or build()
-    # The first bucket is the smallest one, by default 1 MiB. PowerSGD over gloo crashes with\n#
-    # several buckets.
+    # By default the first bucket has 1 MiB. PowerSGD over gloo crashes with several buckets.
     distributed._DEFAULT_FIRST_BUCKET_BYTES = 512 if several else 2**20  # type: ignore[attr-defined]
     how = {"bucket_cap_mb": 0.001, **how} if several else how
     return (
@@ -221,14 +218,14 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def outcome(called: Any) -> dict[str, Any]:
-    found = [whole(p) for p in called.parameters()]
+    parameters = [whole(p) for p in called.parameters()]
     start = list(build().parameters())
     applied = qsync_fx.plan_coverage(called)
     return {
-        "weights": hashlib.sha256(b"".join(p.numpy().tobytes() for p in found)).hexdigest(),
-        "moved": len(found) == len(start)
-        and any(not torch.equal(p, q) for p, q in zip(found, start, strict=True)),
-        "finite": all(bool(p.isfinite().all()) for p in found),
+        "weights": hashlib.sha256(b"".join(p.numpy().tobytes() for p in parameters)).hexdigest(),
+        "moved": len(parameters) == len(start)
+        and any(not torch.equal(p, q) for p, q in zip(parameters, start, strict=True)),
+        "finite": all(bool(p.isfinite().all()) for p in parameters),
         "precisions": sorted(
             {str(ran.precision) for ran in applied.operators if ran.kind == "adjustable"}
         ),
@@ -241,25 +238,25 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     rank, world, folder, job = ranks.join(arguments)
     if job.get("checkpoint"):
-        found = checkpointed(world, Path(job["checkpoint"]))
+        results = checkpointed(world, Path(job["checkpoint"]))
     else:
-        found, ways = {}, cases(world)
+        results, makers = {}, cases(world)
         for name in job["cases"]:
-            # A feature that hangs reports its place and ends; earlier results are in the file.
+            # If a feature hangs, dump its stack and exit; earlier results are in the file.
             faulthandler.dump_traceback_later(job["each"], exit=True)
             torch.compiler.reset()
             counters.clear()
-            found[name] = outcome(ways[name]())
-            ranks.write(folder, rank, found)
+            results[name] = outcome(makers[name]())
+            ranks.write(folder, rank, results)
         faulthandler.cancel_dump_traceback_later()
-    ranks.write(folder, rank, found)
+    ranks.write(folder, rank, results)
     with contextlib.suppress(RuntimeError):
         distributed.barrier()
     os._exit(0)
 
 
 def checkpointed(world: int, folder: Path) -> dict[str, Any]:
-    """Train and save on three ranks, load and train on two; each world has its own plan."""
+    """Train and save on three ranks, or load and continue on two under another plan."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

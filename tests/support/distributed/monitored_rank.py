@@ -1,4 +1,4 @@
-"""Rank of a compressed training with a monitor; see tests/monitoring/test_monitor.py."""
+"""Rank process that trains with compression and a monitor, for test_monitor.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS, LATE = 4, 0.2
 
 
 def train(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Train with a delay on rank 1; return the metrics of each step and the bytes of the report."""
+    """Train with a delay on rank 1; return the metrics of each step and the bytes sent."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     ddp = DistributedDataParallel(model)

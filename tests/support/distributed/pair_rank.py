@@ -1,6 +1,4 @@
-"""Rank of the comparison of two ranks with a pair in one process: trains a few steps, writes
-weights.
-"""
+"""Rank process whose weights are compared with two simulated ranks in one process."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def parts(step: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the data of a step on both ranks."""
+    """Return the inputs and labels of a step by rank."""
     drawn = torch.Generator().manual_seed(step)
     return [
         (torch.randn(batch, 1, 8, 8, generator=drawn), torch.randint(10, (batch,), generator=drawn))

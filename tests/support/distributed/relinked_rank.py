@@ -1,6 +1,4 @@
-"""Rank that trains over a link whose rate changes; tests/distributed runs it in a network
-namespace.
-"""
+"""Rank process of a training whose link slows down, in a network namespace."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from tests.support.distributed.guarded_rank import weights
 from tests.support.processes import ranks
 
 WIDTH, BATCH, TARGET = 384, 64, 0.2
-"""Bytes of gradients: 0.02 s in FP32 at 500 Mbit/s, 0.48 s at 20, of steps of up to 0.2 s."""
+"""FP32 gradients need 0.02 s at 500 Mbit/s and 0.48 s at 20; the target of a step is 0.2 s."""
 STEPS, FROM = 44, 10
 INNER = {"inner_backend": "aot_eager"}
 
@@ -62,8 +60,8 @@ def trained(folder: Path, rank: int) -> dict[str, Any]:
     compiled: Any = torch.compile(model, backend="qsync", options={"plan": plan, **INNER})
     parallel = DistributedDataParallel(compiled)
     handle = compress(parallel, plan, check_every=5)
-    # Ignore other load of the machine: only links count.
-    how = Replanning(
+    # Replan only for links, not for other load of the machine.
+    settings = Replanning(
         plan,
         tolerance=1000.0,
         patience=4,
@@ -72,7 +70,7 @@ def trained(folder: Path, rank: int) -> dict[str, Any]:
         compression=handle,
         free=lambda: None,
     )
-    with guard(parallel, check_every=5, same_batch=False, replan=how) as training:
+    with guard(parallel, check_every=5, same_batch=False, replan=settings) as training:
         for step in range(STEPS):
             if step == FROM:
                 distributed.barrier()
@@ -83,12 +81,12 @@ def trained(folder: Path, rank: int) -> dict[str, Any]:
             optimizer.zero_grad()
             loss_of(parallel, batch(rank, step)).backward()
             optimizer.step()
-        in_force: Any = training.plan
+        active: Any = training.plan
     check_replicas(model)
     return {
         "before": dict(plan.codecs),
         "note": plan.notes["link"],
-        "after": dict(in_force.codecs),
+        "after": dict(active.codecs),
         "replanned": [decided.to_dict() for decided in training.replanned],
         "told": [str(decided) for decided in training.replanned],
         "weights": hashlib.sha256(weights(model).encode()).hexdigest(),

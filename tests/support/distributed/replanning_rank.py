@@ -1,4 +1,4 @@
-"""Rank that replans during training; tests/distributed runs it as a process."""
+"""Rank process that replans during training, started by tests/distributed."""
 
 from __future__ import annotations
 
@@ -39,14 +39,12 @@ from tests.support.distributed.guarded_rank import weights
 from tests.support.processes import ranks
 
 BATCHES, WIDTH = (1536, 512), 256
-"""Additional work of rank 0, which is slower than rank 1 in FP32 under any load, until that one is
-slowed.
-"""
+"""Batch sizes by rank: rank 0 is slower in FP32, under any load, until rank 1 is slowed down."""
 STEPS, FROM = 45, 15
 
 
 class Slowed(nn.Module):
-    """Module that repeats the computation of its content in both passes to multiply its time."""
+    """Module that busy-waits in both passes to multiply the CPU time of its content."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -105,7 +103,7 @@ def found_plan(rank: int, model: nn.Module, optimizer: Any, **wishes: Any) -> An
 
 
 def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Slow down rank 1 after some steps; in another training, reduce its memory."""
+    """Replan after rank 1 slows down, and in a second training after its free memory shrinks."""
     model = network()
     plan = found_plan(rank, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     odd = rank == 1
@@ -113,17 +111,17 @@ def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     def slows(step: int, slowed: Slowed, held: int) -> None:
         slowed.times = job["times"] if odd and step >= FROM else 1.0
 
-    how = Replanning(plan, tolerance=1.0, patience=5, cooldown=10, clock=time.thread_time)
-    slower = trained(plan, rank, how, slows)
+    settings = Replanning(plan, tolerance=1.0, patience=5, cooldown=10, clock=time.thread_time)
+    slower = trained(plan, rank, settings, slows)
     free = [math.inf]
 
     def takes_memory(step: int, slowed: Slowed, held: int) -> None:
         allowed = job["share"] * float(plan.classes["slow"].notes["peak"])
         free[0] = allowed - held if odd and step >= FROM else math.inf
 
-    # No step is a hundred times as slow: only memory counts.
-    how = Replanning(plan, tolerance=100.0, patience=5, cooldown=10, free=lambda: free[0])
-    less = trained(plan, rank, how, takes_memory)
+    # No step is a hundred times as slow, so only memory causes replanning.
+    settings = Replanning(plan, tolerance=100.0, patience=5, cooldown=10, free=lambda: free[0])
+    less = trained(plan, rank, settings, takes_memory)
     other = False
     if plan.survey is not None:  # on rank 0
         slowed = FleetConditions(slowdowns={"slow": job["times"]})
@@ -132,11 +130,16 @@ def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Find a plan with codecs, train under it, and activate another one as in replanning."""
+    """Find a plan with codecs, train under it, and switch to another plan as in replanning."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    wishes = {"codecs": ("qsgd8", "1bit*"), "objective": "fastest", "budget": 1e9, "max_replans": 0}
-    # Links of 5 MB/s, so that codecs pay.
+    request = {
+        "codecs": ("qsgd8", "1bit*"),
+        "objective": "fastest",
+        "budget": 1e9,
+        "max_replans": 0,
+    }
+    # With links of 5 MB/s, codecs reduce the step time.
     table = [(2**10, 1e-3), (2**20, 0.2)]
     slow_links = {
         "collectives": [Collective("gloo", 2, table)],
@@ -146,20 +149,20 @@ def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         for name, value in slow_links.items():
             patch = mock.patch.object(link_measurement, name, return_value=value)
             patches.enter_context(patch)
-        plan = found_plan(rank, model, optimizer, **wishes)
+        plan = found_plan(rank, model, optimizer, **request)
     parallel = DistributedDataParallel(
         torch.compile(model, backend="qsync", options={"plan": plan})
     )
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "plan": plan.to_json(),
         "codecs": dict(plan.codecs),
         "note": plan.notes["codecs"],
     }
-    refusal(found, "none", lambda: Replanning(plan))
+    refusal(results, "none", lambda: Replanning(plan))
     handle = compress(parallel, plan, check_every=2)
-    # Times of links are made up.
-    how = Replanning(plan, tolerance=100.0, links=1e9, patience=3, compression=handle)
-    with guard(parallel, check_every=5, same_batch=False, replan=how) as training:
+    # The link times are simulated, so do not replan for them.
+    settings = Replanning(plan, tolerance=100.0, links=1e9, patience=3, compression=handle)
+    with guard(parallel, check_every=5, same_batch=False, replan=settings) as training:
         for step in range(10):
             optimizer.zero_grad()
             loss_of(parallel, batch(rank, step)).backward()
@@ -171,18 +174,18 @@ def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
                         plan.classes, plan.devices, plan.ranks, plan.notes, {"0.weight": "qsgd4"}
                     )
                 )
-        in_force = training.plan
-    assert in_force is not None
-    refusal(found, "other", lambda: Replanning(plan, compression=handle))
+        active = training.plan
+    assert active is not None
+    refusal(results, "other", lambda: Replanning(plan, compression=handle))
     report = handle.report()
-    found |= {
+    results |= {
         "weights": hashlib.sha256(weights(model).encode()).hexdigest(),
-        "after": dict(in_force.codecs),
+        "after": dict(active.codecs),
         "name": report.codec,
         "checks": report.tally.checks,
         "ratio": report.ratio,
     }
-    return found
+    return results
 
 
 SAMPLES, EPOCHS = 12 * 512, 5
@@ -194,7 +197,7 @@ def dataset() -> TensorDataset:
 
 
 def proportional_profile(precisions: list[str]) -> Profile:
-    """Return a profile of several batch sizes whose times are in proportion to the batch."""
+    """Return a profile of several batch sizes with times proportional to the batch size."""
     sizes = 256, 64, 512
     profiles = [
         qsync_fx.catalog_profile("t4", network(), loss_of, dataset()[:size][0], precisions)
@@ -214,19 +217,19 @@ def proportional_profile(precisions: list[str]) -> Profile:
 
 
 def surveyed(profile: Profile) -> PlanSurvey:
-    """Return the survey of two equal devices."""
+    """Return a plan survey of two equal devices."""
     adjustable = [item.id for item in profile.graph.operators if item.kind == "adjustable"]
     variance = {operator: {"fp16": 1.0} for operator in adjustable}
-    wishes: dict[str, Any] = {"objective": "hybrid", "budget": None, "target": None}
-    wishes |= {"memory": None, "margin": None, "codecs": (), "inside_codecs": ()}
-    wishes["sensitivity"] = Sensitivity("second_order", "", variance, steps=1)
+    request: dict[str, Any] = {"objective": "hybrid", "budget": None, "target": None}
+    request |= {"memory": None, "margin": None, "codecs": (), "inside_codecs": ()}
+    request["sensitivity"] = Sensitivity("second_order", "", variance, steps=1)
     sizing = {"batch": "global", "min_batch": 4}
     names, profiles = ["fast", "slow"], [profile, profile]
-    return PlanSurvey.of(names, profiles, wishes, [256, 256], sizing=sizing)
+    return PlanSurvey.of(names, profiles, request, [256, 256], sizing=sizing)
 
 
 def planned_batches(rank: int) -> FleetPlan:
-    """Return the plan of two equal devices by predicted times, which training corrects."""
+    """Return a plan of two equal devices from predicted times."""
     text, result = [""], None
     if rank == 0:
         survey = surveyed(proportional_profile(["fp32"]))
@@ -238,9 +241,9 @@ def planned_batches(rank: int) -> FleetPlan:
 
 
 def moves(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Slow down rank 1 after some steps; samples move to rank 0.
+    """Slow down rank 1 after some steps, so that replanning moves samples to rank 0.
 
-    The loader of rank 1 prefetches batches in a process, and that of rank 0 does not.
+    The loader of rank 1 prefetches batches in a worker process.
     """
     plan, model = planned_batches(rank), network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -252,8 +255,8 @@ def moves(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"before": dict(plan.batches), "samples": []}
     other = DistributedBatchSampler(range(SAMPLES), [1, 511])
     refusal(result, "other batches", lambda: Replanning(plan, sampler=other))
-    # Only a much slower rank replans; the first decision corrects the predicted times.
-    how = Replanning(
+    # Only a much slower rank causes replanning; the first decision corrects predicted times.
+    settings = Replanning(
         plan,
         tolerance=3.0,
         patience=4,
@@ -264,7 +267,7 @@ def moves(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     )
     average_by_batch(parallel)
     step = 0
-    with guard(parallel, check_every=5, replan=how) as training:
+    with guard(parallel, check_every=5, replan=settings) as training:
         for epoch in range(EPOCHS):
             sampler.set_epoch(epoch)
             for x, indices in loader:
@@ -297,8 +300,8 @@ def trained(
             optimizer.zero_grad()
             loss_of(parallel, batch(rank, step)).backward()
             optimizer.step()
-        in_force = training.plan
-    assert in_force is not None
+        active = training.plan
+    assert active is not None
     ran = (
         operator
         for operator in qsync_fx.plan_coverage(compiled).operators
@@ -308,7 +311,7 @@ def trained(
         "weights": hashlib.sha256(weights(model).encode()).hexdigest(),
         "replanned": [decided.to_dict() for decided in training.replanned],
         "told": [str(decided) for decided in training.replanned],
-        "after": in_force.to_json(),
+        "after": active.to_json(),
         "used": [str(operator.precision) for operator in ran],
         "steps": int(next(iter(optimizer.state.values()))["step"]),
     }

@@ -1,6 +1,6 @@
-"""Rank of the tests of rounding over processes.
+"""Rank process of the tests of stochastic rounding over several processes.
 
-`rounding_rank.py FOLDER` is one of torchrun's ranks, and a training that is killed once.
+`rounding_rank.py FOLDER` runs under torchrun, which restarts it after it kills itself once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "reproducibility.md"
 
 
 def variance(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the variance of the averaged gradient over repetitions with 1, 2 and 4 ranks, summed.
+    """Return the summed variance of the mean gradient over repetitions, for 1, 2 and 4 ranks.
 
-    Ranks have the same seed and the same data.
+    All ranks have the same seed and the same data.
     """
-    found = {}
+    variances = {}
     for count in (1, 2, 4):
         group = dist.new_group(list(range(count)))
         if rank < count:
@@ -44,9 +44,9 @@ def variance(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             )
             x = torch.randn(32, 16)
             torch.manual_seed(0)
-            found[count] = _variance([_gradient(model, fast, x) for _ in range(REPETITIONS)])
+            variances[count] = _variance([_gradient(model, fast, x) for _ in range(REPETITIONS)])
         dist.barrier()
-    return {"variance": found, "generator": _digest(torch.get_rng_state())}
+    return {"variance": variances, "generator": _digest(torch.get_rng_state())}
 
 
 def _gradient(model: torch.nn.Module, fast: Any, x: Tensor) -> Tensor:
@@ -64,9 +64,7 @@ def whole(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(folder: Path, interrupted: bool) -> dict[str, Any]:
-    """Train with dropout and shuffling as in docs/reproducibility.md; kill rank 1 once if
-    interrupted.
-    """
+    """Train with the checkpoint code of docs/reproducibility.md; kill rank 1 if interrupted."""
     rank, restarted = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     advice: dict[str, Any] = {"torch": torch, "qsync_fx": qsync_fx}
     (block,) = (
@@ -74,7 +72,7 @@ def train(folder: Path, interrupted: bool) -> dict[str, Any]:
     )
     exec(block.text, advice)
 
-    # A restarted run is another process with another position in the stream.
+    # Seed a restarted run differently, so that only the checkpoint restores the generator.
     torch.manual_seed(restarted)
     model = build(lambda: Perceptron(0.5), seed=restarted)
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(rank))

@@ -1,7 +1,6 @@
-"""One rank whose threads of gloo get little of the CPU; run by tests/distributed as a process of
-its own.
+"""Rank process whose gloo threads get little CPU time, started by tests/distributed.
 
-Gloo's thread frees a completed all-reduce of a backward pass under the GIL. Here it does so long
+Gloo's thread acquires the GIL to free a completed all-reduce of a backward pass. It does so long
 after the main thread has the result.
 """
 
@@ -21,7 +20,7 @@ from tests.support.processes import ranks
 
 
 def starve(cpu: int) -> None:
-    """Give gloo's threads only idle time of one CPU, and occupy that CPU for some seconds."""
+    """Restrict gloo's threads to idle time of one CPU, and occupy that CPU for 10 seconds."""
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().strip() == "pt_gloo_runloop":
             os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))

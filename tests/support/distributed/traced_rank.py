@@ -1,7 +1,4 @@
-"""Rank of a profiled data-parallel run: writes kineto-RANK.json and execution-RANK.json.
-
-It runs as a process or is called.
-"""
+"""Rank of a profiled data-parallel run: writes kineto-RANK.json and execution-RANK.json."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ STEPS = 2
 
 
 def model() -> nn.Module:
-    """Seven weights and biases of 5 MiB in total."""
+    """Return a model of four linear layers with 4.5 MiB of parameters."""
     return nn.Sequential(
         nn.Linear(256, 512),
         nn.ReLU(),
@@ -31,7 +28,7 @@ def model() -> nn.Module:
 
 
 def main(rank: int, ranks: int, folder: str) -> list[int]:
-    """Train and trace; return the order in which gradients arrived."""
+    """Train and trace; return the parameter indices in the order of their gradients."""
     torch.set_num_threads(1)
     where = Path(folder)
     dist.init_process_group(
@@ -39,8 +36,8 @@ def main(rank: int, ranks: int, folder: str) -> list[int]:
     )
     inner = model()
     arrival: list[int] = []
-    for at, parameter in enumerate(inner.parameters()):
-        parameter.register_post_accumulate_grad_hook(lambda _, at=at: arrival.append(at))
+    for index, parameter in enumerate(inner.parameters()):
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrival.append(index))
     wrapped = DistributedDataParallel(inner, bucket_cap_mb=BUCKET_MIB)
     optimizer = torch.optim.AdamW(wrapped.parameters())
     x = torch.randn(64, 256)

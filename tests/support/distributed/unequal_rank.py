@@ -1,4 +1,4 @@
-"""Rank of the tests of unequal batches; tests/distributed runs it as a process."""
+"""Rank process of the tests of unequal batches, started by tests/distributed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BATCHES = {"fast": 5, "slow": 2}
 PLAN = ClusterPlan(
     {name: Plan.uniform("fp32") for name in BATCHES}, ranks=["fast", "slow"], batches=BATCHES
 )
-SAMPLES = 17  # two steps of 7 samples, and a last one of 3
+SAMPLES = 17  # two steps of 7 samples and one of 3
 
 
 def network() -> nn.Sequential:
@@ -46,7 +46,7 @@ def dataset() -> TensorDataset:
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Any:
-    """Return the mean over samples of a loss that is not linear in the outputs."""
+    """Return the mean squared norm of the outputs, a nonlinear loss."""
     return model(x).square().sum(1).mean()
 
 
@@ -55,7 +55,7 @@ def values(model: nn.Module) -> list[float]:
 
 
 def sampled(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Train two epochs with a plan's local batches; return the samples and parameters."""
+    """Train two epochs with a plan's local batches; return sample indices and parameters."""
     model = DistributedDataParallel(network())
     average_by_batch(model)
     sampler = DistributedBatchSampler(range(SAMPLES), PLAN)
@@ -73,7 +73,7 @@ def sampled(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def watched(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Train three steps under a guard; the batches of the second rank are not the plan's."""
+    """Train under a guard with batches of rank 1 that differ from the plan; return the error."""
     sizes = [[5, 5, 3], [3, 3, 1]][rank]
     raised = None
     for strict in (False, True):
@@ -93,7 +93,7 @@ def watched(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def unplanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Use a plan without a local batch of the second rank."""
+    """Return the error for a plan without a local batch for rank 1."""
     plan = ClusterPlan(PLAN.classes, ranks=PLAN.ranks, batches={"fast": 5})
     try:
         DistributedBatchSampler(range(SAMPLES), plan)
@@ -103,7 +103,7 @@ def unplanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured_plan(model: nn.Module, rank: int, **request: Any) -> FleetPlan:
-    """Measure two batch sizes and plan the batches of a fast and a slow rank."""
+    """Measure two batch sizes, and plan formats and batches of a fast and a slow rank."""
     return qsync_fx.distributed.measure_and_plan(
         model,
         loss_of,
@@ -121,7 +121,7 @@ def measured_plan(model: nn.Module, rank: int, **request: Any) -> FleetPlan:
 
 
 def planned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Measure, plan batches and formats, and train an epoch with the planned batches."""
+    """Train an epoch with measured and planned batches and formats."""
     model: Any = network()
     plan = measured_plan(model, rank)
     options: Any = {"plan": plan, "inner_backend": "aot_eager"}
@@ -148,8 +148,8 @@ def planned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 def coded_plan(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Plan batches, formats and codecs on slow links, and train an epoch with them.
 
-    Return the error of each mean gradient relative to the exact mean over samples, for the plan and
-    for its codecs with fixed unequal batches.
+    Return the relative error of each mean gradient, for the plan and for its codecs with fixed
+    unequal batches.
     """
     table = [(16, 1e-3), (2**10, 0.5)]
     slow_links = {
@@ -174,7 +174,7 @@ def coded_plan(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def followed(model: nn.Module, sampler: DistributedBatchSampler) -> dict[str, Any]:
-    """Train an epoch; return the errors of its gradients, and those of the mean over ranks."""
+    """Train an epoch; return relative errors of its gradients and of the mean over ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     everyones = [
         DistributedBatchSampler(range(SAMPLES), sampler.batches, rank=rank) for rank in range(2)
@@ -202,17 +202,17 @@ def followed(model: nn.Module, sampler: DistributedBatchSampler) -> dict[str, An
     return result
 
 
-SIZES = ((2, 6), (5, 1))  # samples of the passes of each rank
+SIZES = ((2, 6), (5, 1))  # samples of each pass by rank
 
 
 def passes(rank: int) -> list[Tensor]:
-    """Return the data of a rank's passes; the ranks together have the first 14 samples."""
+    """Return the inputs of a rank's passes; all ranks together use the first 14 samples."""
     first = sum(sum(sizes) for sizes in SIZES[:rank])
     return list(dataset()[first : first + sum(SIZES[rank])][0].split(SIZES[rank]))
 
 
 class Outputs(nn.Module):
-    """Model that returns a dictionary in which one output depends on another."""
+    """Model that returns a dictionary of logits, their loss and the number of samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def ddp(rank: int, **settings: Any) -> DistributedDataParallel:
 
 
 def accumulated(model: Any, rank: int, loss: Any = loss_of) -> None:
-    """Accumulate the gradients of passes of different sizes, and reduce them once."""
+    """Accumulate the gradients of two passes of different sizes, and reduce them once."""
     first, last = passes(rank)
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)
@@ -295,7 +295,7 @@ def coded(rank: int, weighted_first: bool = False) -> nn.Module:
 
 
 def duo(rank: int) -> nn.Module:
-    """Step with DUO; return the change of the parameters as gradients."""
+    """Train a step with DUO, and store the change of the parameters as their gradients."""
     model = ddp(rank)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -337,12 +337,12 @@ WAYS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def weighted(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients by way of averaging."""
+    """Return the gradients by averaging method."""
     return {name: gradients(WAYS[name](rank)) for name in job["ways"]}
 
 
 def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the errors of uses in which gradients would have wrong weights."""
+    """Return the errors of uses in which gradients would be weighted wrongly."""
     messages: dict[str, Any] = {}
     model = ddp(rank)
     model.register_comm_hook(model.process_group, default_hooks.allreduce_hook)
@@ -378,7 +378,7 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 class Opaque(nn.Module):
-    """Model whose output hides its tensor from torch's trees."""
+    """Model whose output is no pytree, so that torch does not find its tensor."""
 
     def __init__(self) -> None:
         super().__init__()

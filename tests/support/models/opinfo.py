@@ -1,15 +1,13 @@
-"""Run PyTorch's operator database through the backend and compare with torch.
+"""PyTorch's operator database (OpInfo) through the backend, compared with torch.
 
     python tests/support/models/opinfo.py --json opinfo.json                    a sample
     python tests/support/models/opinfo.py --all --shard 1/4 --json part.json    a quarter of all
 
-Every operator of `op_db` with gradients runs on its FP32 CPU samples, and in its in-place form if
-it has
-one. In "fp32", output and gradients must equal torch's backend "aot_eager" bit for bit. In other
-precisions they must be close to eager.
+Every operator of `op_db` that supports autograd runs on its FP32 CPU samples, also in place if
+possible. In "fp32", outputs and gradients must equal torch's backend "aot_eager" bit for bit. In
+other precisions they must be close to eager.
 
-Invariant: each (operator, form, sample) has one outcome. If torch itself fails, the outcome has the
-error.
+Invariant: each (operator, form, sample) has one outcome. If torch itself fails, it has the error.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ FAILURES = ("different", "error", "far")
 """Outcomes that are defects of qsync_fx."""
 
 CAPTURE = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
-"""Sizes that depend on values stay in the graph as symbols."""
+"""Options of Dynamo that capture data-dependent sizes as symbols instead of graph breaks."""
 
 Values = list[Tensor | None]
 
@@ -55,11 +53,9 @@ class Outcome:
 
     Attributes:
         result: "equal" to aot_eager, "eager equal" if also to eager, "close" in narrow formats; of
-            `FAILURES`, "different" from aot_eager, "error", or "far" from eager; else the reason
-            without a
-            comparison: "torch fails" (eager or aot_eager), "random" (aot_eager does not repeat
-                itself), "no
-            graph" (Dynamo does not compile the call).
+            `FAILURES`, "different" from aot_eager, "error", or "far" from eager. If no comparison
+            is possible: "torch fails" (eager or aot_eager), "random" (two runs of aot_eager
+            differ), "no graph" (Dynamo does not compile the call).
         without_row: operators outside the operator table, and nodes that could not be retraced.
     """
 
@@ -72,7 +68,7 @@ class Outcome:
 
 
 def entries() -> list[OpInfo]:
-    """Return the operators that have gradients in FP32 on the CPU."""
+    """Return the operators that support autograd and FP32 on the CPU."""
     return [e for e in op_db if e.supports_autograd and torch.float32 in e.supported_dtypes("cpu")]
 
 
@@ -83,27 +79,25 @@ def full_name(entry: OpInfo) -> str:
 def outcomes(entry: OpInfo, samples: int, precision: str = "fp32") -> Iterator[Outcome]:
     """Run an operator on evenly spaced samples."""
     torch.manual_seed(0)
-    # An open generator changes the autograd mode when it is collected: exhaust it.
+    # Exhaust the generator, which would change the autograd mode when it is collected.
     every = list(entry.sample_inputs("cpu", torch.float32, requires_grad=True))
     chosen = (
-        sorted({round(at * (len(every) - 1) / max(samples - 1, 1)) for at in range(samples)})
+        sorted({round(index * (len(every) - 1) / max(samples - 1, 1)) for index in range(samples)})
         if every
         else []
     )
     forms = [("plain", entry.op), ("in place", entry.inplace_variant)]
     for form, call in forms:
-        for at in chosen:
+        for index in chosen:
             if call is not None:
-                result = run(call, every[at], form == "in place", precision)
-                yield Outcome(full_name(entry), form, at, *result)
+                result = run(call, every[index], form == "in place", precision)
+                yield Outcome(full_name(entry), form, index, *result)
 
 
 def run(
     call: Callable[..., Any], sample: SampleInput, in_place: bool, precision: str
 ) -> tuple[str, str, list[str]]:
-    """Run one sample with eager, aot_eager and the backend; return result, detail and unknown
-    operators.
-    """
+    """Run a sample with eager, aot_eager and the backend; return the last fields of `Outcome`."""
     program = _Program(call, sample, in_place)
     without_row: dict[str, int] = {}
     met: list[PrecisionGraph] = []
@@ -139,17 +133,17 @@ def run(
             else ("no graph", "", [])
         )
     if precision == "fp32":
-        found = _difference(ours, torch_compiled)
+        difference = _difference(ours, torch_compiled)
         if (
-            found is not None
+            difference is not None
             and _difference(program(compiled("aot_eager")), torch_compiled) is not None
         ):
             return "random", "", list(without_row)
         same = "equal" if _difference(ours, eager) is not None else "eager equal"
         return (
             (same, "", list(without_row))
-            if found is None
-            else ("different", found, list(without_row))
+            if difference is None
+            else ("different", difference, list(without_row))
         )
     return *_near(ours, eager, 8 * step(precision)), list(without_row)
 
@@ -177,9 +171,7 @@ class _Program:
         self.function = function
 
     def __call__(self, function: Callable[..., Any]) -> Values:
-        """Return the outputs of `function`, and the gradients of a sum with a different weight per
-        value.
-        """
+        """Return the outputs of `function`, and the gradients of their randomly weighted sum."""
         tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in self.tensors]
         torch.manual_seed(1)
         output = function(*tensors)
@@ -205,20 +197,20 @@ def _weights(like: Tensor) -> Tensor:
 def _difference(first: Values, second: Values) -> str | None:
     if len(first) != len(second):
         return f"{len(first)} values for {len(second)}"
-    for at, (a, b) in enumerate(zip(first, second, strict=True)):
+    for i, (a, b) in enumerate(zip(first, second, strict=True)):
         if (a is None) != (b is None):
             return (
-                f"value {at}: {None if a is None else a.shape} for {None if b is None else b.shape}"
+                f"value {i}: {None if a is None else a.shape} for {None if b is None else b.shape}"
             )
         if a is None or b is None:
             continue
         if a.dtype is not b.dtype or a.shape != b.shape or a.layout is not b.layout:
-            return f"value {at}: {a.dtype} {tuple(a.shape)} for {b.dtype} {tuple(b.shape)}"
+            return f"value {i}: {a.dtype} {tuple(a.shape)} for {b.dtype} {tuple(b.shape)}"
         if not _same_bits(a, b):
             return (
-                f"value {at}: off by {_dense(a - b).abs().max().item():g}"
+                f"value {i}: off by {_dense(a - b).abs().max().item():g}"
                 if a.dtype.is_floating_point
-                else f"value {at}"
+                else f"value {i}"
             )
     return None
 
@@ -235,27 +227,30 @@ def _dense(t: Tensor) -> Tensor:
 
 
 def step(precision: str) -> float:
-    """Return the relative step of a format; for integers relative to the largest value."""
-    found = FORMATS[precision]
-    return found.eps if found.kind == "float" else 1 / found.max
+    """Return the machine epsilon of a float format, or 1 / maximum of an integer format."""
+    fmt = FORMATS[precision]
+    return fmt.eps if fmt.kind == "float" else 1 / fmt.max
 
 
 def _near(ours: Values, exact: Values, tolerance: float) -> tuple[str, str]:
-    """Return whether every value is within `tolerance` of its norm, or of 1."""
-    for at, (a, b) in enumerate(zip(ours, exact, strict=True)):
+    """Return "close" if |a - b| <= tolerance * (|b| + 1) for the norms of all tensors, or "far"."""
+    for index, (a, b) in enumerate(zip(ours, exact, strict=True)):
         if a is None or b is None:
             if a is not b:
-                return "far", f"value {at}: {a} for {b}"
+                return "far", f"value {index}: {a} for {b}"
             continue
         if a.dtype is not b.dtype or a.shape != b.shape:
-            return "far", f"value {at}: {a.dtype} {tuple(a.shape)} for {b.dtype} {tuple(b.shape)}"
+            return (
+                "far",
+                f"value {index}: {a.dtype} {tuple(a.shape)} for {b.dtype} {tuple(b.shape)}",
+            )
         if not (b.dtype.is_floating_point or b.is_complex()):
             continue
         finite = b.isfinite() & a.isfinite()
         off = torch.where(finite, a - b, 0).norm()
         allowed = tolerance * (torch.where(finite, b, 0).norm() + 1)
         if bool(off > allowed) or bool((b.isfinite() != a.isfinite()).any()):
-            return "far", f"value {at}: {off.item():g} of {b.norm().item():g}"
+            return "far", f"value {index}: {off.item():g} of {b.norm().item():g}"
     return "close", ""
 
 
@@ -265,31 +260,29 @@ def _line(error: BaseException) -> str:
 
 
 def chosen_entries(count: int | None, seed: int) -> list[OpInfo]:
-    """Return `count` operators, equal for equal seeds, in the order of the database; None returns
-    all.
-    """
+    """Return `count` random operators, or all for None, in the order of the database."""
     every = entries()
     if count is None:
         return every
     picked = random.Random(seed).sample(range(len(every)), count)
-    return [every[at] for at in sorted(picked)]
+    return [every[index] for index in sorted(picked)]
 
 
 def survey(chosen: Sequence[OpInfo], samples: int, precision: str) -> Iterator[Outcome]:
-    """Run operators one after the other."""
+    """Run operators sequentially."""
     torch.set_num_threads(1)
     gc.disable()
     seeded = common_methods_invocations.wrapper_set_seed
-    # The database seeds before random operators in a way that Dynamo cannot capture, so seed here.
+    # Dynamo cannot capture how the database seeds random operators; `_Program` seeds instead.
     common_methods_invocations.wrapper_set_seed = lambda call, *args, **kwargs: call(
         *args, **kwargs
     )
     try:
         with warnings.catch_warnings(), torch._dynamo.config.patch(**CAPTURE):
             warnings.simplefilter("ignore")
-            for at, entry in enumerate(chosen):
+            for index, entry in enumerate(chosen):
                 yield from outcomes(entry, samples, precision)
-                if at % 20 == 19:
+                if index % 20 == 19:
                     gc.collect()
     finally:
         gc.enable()
@@ -317,17 +310,17 @@ def main() -> int:
         part - 1 :: parts
     ]
     chosen = [entry for entry in chosen if options.only in full_name(entry)]
-    started, found = time.time(), []
+    started, rows = time.time(), []
     for outcome in survey(chosen, options.samples, options.precision):
-        found.append(outcome)
+        rows.append(outcome)
         if outcome.result in FAILURES:
             print(
                 f"{outcome.operator} ({outcome.form}, sample {outcome.sample}): {outcome.result}: "
                 f"{outcome.detail}",
                 flush=True,
             )
-    counts = Counter(outcome.result for outcome in found)
-    unknown = Counter(name for outcome in found for name in outcome.without_row)
+    counts = Counter(outcome.result for outcome in rows)
+    unknown = Counter(name for outcome in rows for name in outcome.without_row)
     summary = {
         "torch": torch.__version__, "precision": options.precision, "shard": options.shard,
         "operators": len(chosen),
@@ -336,7 +329,7 @@ def main() -> int:
     }  # fmt: skip
     write_text(
         options.json,
-        json.dumps({**summary, "rows": [asdict(outcome) for outcome in found]}, indent=1),
+        json.dumps({**summary, "rows": [asdict(outcome) for outcome in rows]}, indent=1),
     )
     print(json.dumps(summary, indent=1))
     return int(any(counts[failure] for failure in FAILURES))

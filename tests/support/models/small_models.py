@@ -1,4 +1,4 @@
-"""Models that compile in a second, with functions to compile and compare them.
+"""Models that compile within a second, and functions to compile and compare them.
 
 Invariant: a model depends only on its seed, so two calls return equal models.
 """
@@ -16,8 +16,9 @@ from qsync_fx.backend.entry import qsync
 
 
 class Convolutional(nn.Module):
-    """Convolution, batch norm with statistics, in-place write, pooling, layer norm: `[N, 1, 8, 8]`
-    to `[N, 10]`.
+    """Convolutional network with batch norm, layer norm, pooling and an in-place operator.
+
+    Input [N, 1, 8, 8], output [N, 10].
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Convolutional(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """`[N, 16]` to `[N, 10]`, with optional dropout."""
+    """MLP of three layers with optional dropout: [N, 16] to [N, 10]."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -54,12 +55,12 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def compiled(model: Any, **options: Any) -> Any:
-    """Compile the model with the backend and a fast inner compiler."""
+    """Compile the model with the backend and aot_eager as the inner compiler."""
     return torch.compile(model, backend="qsync", options={"inner_backend": "aot_eager", **options})
 
 
 class Counting:
-    """Backend that counts its graphs."""
+    """Backend that records the graphs that it compiles."""
 
     def __init__(self) -> None:
         self.graphs: list[fx.GraphModule] = []

@@ -1,10 +1,8 @@
 """Small models of many architectures, from configurations and seeds.
 
-Invariant: building a case twice returns equal weights and inputs, a forward pass draws no random
-numbers
-(dropout is off), and the loss is one FP32 number. Sizes are the smallest for which every operator
-of the
-architecture is used: several heads, tokens and experts, and odd images if strides allow them.
+Invariants: two builds of a case return equal weights and inputs, a forward pass draws no random
+numbers (dropout is off), and the loss is a scalar. Sizes are the smallest that use every operator
+of the architecture: several heads, tokens and experts, and odd images if strides allow them.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from tests.support.models.zoo_torch import (
 
 @dataclass(frozen=True)
 class Case:
-    """One architecture.
+    """Architecture with inputs.
 
     Attributes:
         name: name in test ids.
@@ -53,9 +51,7 @@ def make(case: Case) -> tuple[nn.Module, Inputs]:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss in a model's output: its own, or a smooth function with a different weight
-    per value.
-    """
+    """Return the loss of a model's output, or its mean squared error to distinct values."""
     if isinstance(output, Tensor):
         if output.dim() == 0:
             return output
@@ -86,7 +82,7 @@ _SMALL: dict[str, Any] = {
     "dropout": 0.0,
     "activation_dropout": 0.0,
     "use_cache": False,
-    # Attention that is not uniform, so that errors have an effect.
+    # Attention weights that are not uniform, so that errors change the loss.
     "initializer_range": 0.1,
 }
 
@@ -94,9 +90,7 @@ _SMALL: dict[str, Any] = {
 def language(
     name: str, padded: bool = False, **changes: Any
 ) -> Callable[[], tuple[nn.Module, Inputs]]:
-    """Masked or causal language model `hf.<name>`, with the supported settings of `_SMALL` and
-    `changes`.
-    """
+    """Return a builder of the language model `hf.<name>` with `_SMALL` and `changes`."""
 
     def build() -> tuple[nn.Module, Inputs]:
         model_class = getattr(hf, name)
@@ -111,7 +105,7 @@ def language(
 
 
 def speaking_both_ways(name: str, **changes: Any) -> Callable[[], tuple[nn.Module, Inputs]]:
-    """Model with an encoder and a decoder."""
+    """Return a builder of the encoder-decoder model `hf.<name>`."""
     small = {
         **_SMALL,
         "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0,
@@ -192,7 +186,7 @@ def clip() -> tuple[nn.Module, Inputs]:
 
 
 def recomputing(name: str) -> Callable[[], tuple[nn.Module, Inputs]]:
-    """Language model of two layers with activation checkpointing."""
+    """Return a builder of a two-layer language model with activation checkpointing."""
 
     def build() -> tuple[nn.Module, Inputs]:
         model, inputs = language(name, num_hidden_layers=2)()

@@ -1,4 +1,4 @@
-"""Small models of torch.nn for `zoo`: residual, convolutional, recurrent and attention models."""
+"""Small torch.nn models for `zoo`: convolutional, recurrent, attention and functional."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def unet() -> tuple[nn.Module, Inputs]:
 
 
 class Signals(nn.Module):
-    """Convolutions in one and three dimensions, also transposed, with other norms and paddings."""
+    """Model of 1D and 3D convolutions, also transposed, with various norms and paddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,9 +134,7 @@ def signals() -> tuple[nn.Module, Inputs]:
 
 
 class Transformer(nn.Module):
-    """torch.nn's encoder with multi-head attention after an embedding that shares the head's
-    weight.
-    """
+    """Transformer encoder of torch.nn, whose embedding and head share their weight."""
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
@@ -167,7 +165,7 @@ def transformer(checkpointed: bool = False) -> tuple[nn.Module, Inputs]:
 
 
 class Recurrent(nn.Module):
-    """LSTM and GRU, which stay in FP32, between products."""
+    """LSTM and GRU, which stay in FP32, between an embedding and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,9 +186,7 @@ def recurrent() -> tuple[nn.Module, Inputs]:
 
 
 class Perceptron(nn.Module):
-    """Layers as functions: matrix products without modules, einsum, in-place writes, weighted
-    mixture.
-    """
+    """Mixture of experts with functional products, einsum and in-place operators."""
 
     def __init__(self) -> None:
         super().__init__()

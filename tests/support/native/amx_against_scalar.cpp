@@ -1,6 +1,7 @@
-// Random products by AMX's kernels beside the scalar ones: whatever sizes, layouts, scales and outputs, the bits are the same. Those of BF16
-// are of whole numbers, whose sums are exact, and of others, which are to be near.
-// "unconfigured" as an argument multiplies without configuring tiles, which is to end the process.
+// Random products by AMX kernels and scalar kernels: equal bits for all sizes, layouts, scales and
+// outputs. BF16 operands are integers, whose sums are exact, or random numbers, whose results must
+// be close. The argument "unconfigured" multiplies without configured tiles, which must end the
+// process.
 
 #include "gemm/gemm.h"
 
@@ -33,7 +34,7 @@ void draw(qsync::Bfloat16 &value) { value = narrowed(static_cast<float>(static_c
 qsync::Int8 largest(qsync::Int8) { return -128; }
 qsync::Bfloat16 largest(qsync::Bfloat16) { return narrowed(-64.0f); }
 
-// Values of vectors that lie one after the other, side by side, or with gaps.
+// Values of vectors that are contiguous, interleaved, or strided with gaps.
 template <class T> struct Operand {
     std::vector<T> values;
     qsync::Vectors<T> vectors;
@@ -41,10 +42,10 @@ template <class T> struct Operand {
     Operand(std::size_t count, std::size_t length, int layout) {
         const auto across = static_cast<std::ptrdiff_t>(count), along = static_cast<std::ptrdiff_t>(length);
         const std::ptrdiff_t apart = layout == 0 ? along : layout == 1 ? 1 : 2 * along + 3, step = layout == 0 ? 1 : layout == 1 ? across : 2;
-        // As large as what is read, and no larger: tools that look for reads beyond it then see them.
+        // No larger than the accessed range, so that sanitizers detect reads beyond it.
         values.resize(layout == 2 ? count * (2 * length + 3) : count * length);
         for (T &value : values) draw(value);
-        // The largest in magnitude throughout, now and then: sums are at their largest then.
+        // Sometimes all values have the largest magnitude, and sums are at their maximum.
         if (drawn() % 8 == 0) std::fill(values.begin(), values.end(), largest(T()));
         vectors = {values.data(), count, length, apart, step};
     }
@@ -73,7 +74,8 @@ bool same(const qsync::Multiplier<T> &amx, const qsync::Multiplier<T> &scalar, s
     return found == expected;
 }
 
-// Sums of any numbers, which both kernels round where they please: how near they must be is what qsync_fx/_C.pyi says, for each of the two.
+// Sums of random numbers, which kernels round differently; qsync_fx/_C.pyi gives the bound for
+// each.
 bool near(std::size_t m, std::size_t n, std::size_t k) {
     Operand<qsync::Bfloat16> a(m, k, 0), b(n, k, 1);
     for (auto *values : {&a.values, &b.values})
@@ -104,7 +106,7 @@ int main(int count, char **arguments) {
     }
     int products = 0, differ = 0;
     for (int round = 0; round < 40; ++round) {
-        // Tails of every length, sides that are none, and sums in several parts.
+        // Tails of every length, empty sides, and sums in several parts.
         const std::size_t side = round % 5 ? 70 : 150, m = any(0, side), n = any(0, side), k = any(0, round % 10 ? 200 : 2000);
         for (int rows = 0; rows < 3; ++rows) {
             for (int columns = 0; columns < 3; ++columns) {

@@ -1,5 +1,6 @@
-// cpp/gemm/paths/amx.cpp as it stands, with the instructions for tiles written out in plain C++: Intel's manual, LDTILECFG to TDPBSSD.
-// What a processor would raise is the end of the process: a tile that is used before tiles are configured, or otherwise than configured.
+// Unchanged cpp/gemm/paths/amx.cpp with tile instructions emulated in C++ (Intel's manual,
+// LDTILECFG to TDPBSSD). Exceptions of the processor end the process: use of unconfigured tiles, or
+// another configuration than 16 rows of 64 bytes.
 
 #include <immintrin.h>
 
@@ -51,7 +52,7 @@ void store(int which, void *to, std::size_t stride) {
     for (int i = 0; i < ROWS; ++i) std::memcpy(static_cast<char *>(to) + i * stride, tile(which)[i], BYTES);
 }
 
-// Signed by signed bytes, four products to a sum of 32 bits, which wraps around.
+// Signed bytes, four products per 32-bit sum, which wraps around.
 void multiply_add(int sums, int first, int second) {
     for (int m = 0; m < ROWS; ++m) {
         for (int n = 0; n < BYTES / 4; ++n) {
@@ -66,7 +67,7 @@ void multiply_add(int sums, int first, int second) {
     }
 }
 
-// A value of BF16; what is denormal counts as zero, here and of sums.
+// BF16 value; denormals count as zero, in operands and sums.
 float value(const std::uint8_t *at) {
     std::uint16_t bits;
     std::memcpy(&bits, at, sizeof bits);
@@ -78,7 +79,8 @@ float value(const std::uint8_t *at) {
 
 float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
 
-// BF16 by BF16: the even products to one sum, the odd ones to another, each rounded once; then both, and what there was.
+// BF16 products: even and odd ones in separate sums, each rounded once; then both and the
+// accumulator are added.
 void multiply_add_bf16(int sums, int first, int second) {
     for (int m = 0; m < ROWS; ++m) {
         for (int n = 0; n < BYTES / 4; ++n) {

@@ -98,29 +98,27 @@ def matrix(
 
 
 def moved(t: Tensor, places: int) -> Tensor:
-    """Return a copy with equal strides at an offset of some values in its allocation."""
+    """Return a copy with equal strides at an offset of `places` values in its allocation."""
     memory = torch.empty(t.numel() + places, dtype=t.dtype)
     return memory[places:].as_strided(t.shape, t.stride()).copy_(t)
 
 
 @contextlib.contextmanager
 def matrices_at_the_end_of_memory(dtype: torch.dtype) -> Iterator[Iterator[Tensor]]:
-    """Return matrices of random integers, row-major and column-major, at the end of a readable
-    page.
-    """
+    """Yield random integer matrices, row- and column-major, at the end of a readable page."""
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 2 * page)
-    whole = torch.frombuffer(memory, dtype=dtype)
+    pages = torch.frombuffer(memory, dtype=dtype)
     end = page // dtype.itemsize
-    behind = ctypes.c_void_p(whole.data_ptr() + page)
+    behind = ctypes.c_void_p(pages.data_ptr() + page)
     libc = ctypes.CDLL(None, use_errno=True)
 
     def matrices() -> Iterator[Tensor]:
         for rows, columns in [(12, 64), (7, 33), (13, 5), (32, 16), (1, 17), (17, 1)]:
-            lies = whole[end - rows * columns : end].copy_(
+            values = pages[end - rows * columns : end].copy_(
                 torch.randint(-128, 128, (rows * columns,))
             )
-            yield from (lies.view(rows, columns), lies.view(columns, rows).t())
+            yield from (values.view(rows, columns), values.view(columns, rows).t())
 
     assert libc.mprotect(behind, ctypes.c_size_t(page), 0) == 0
     try:

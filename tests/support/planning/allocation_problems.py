@@ -1,7 +1,4 @@
-"""Problems for the tests of allocators: small models with random times and sensitivities.
-
-They have one device or a fleet.
-"""
+"""Allocation problems of one device or a fleet, with random times and sensitivities."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ THREE = ("fp32", "bf16", "int8")
 
 
 def drawn_sensitivity(graph: ModelGraph, seed: int = 0) -> Sensitivity:
-    """Return the variance of narrower formats: larger for fewer bits, lognormal over operators."""
+    """Return random variances: lognormal over operators, and larger for formats of fewer bits."""
     draw = random.Random(f"sensitivity {seed}")
     scale = {
         "bf16": 0.02,
@@ -37,9 +34,9 @@ def drawn_sensitivity(graph: ModelGraph, seed: int = 0) -> Sensitivity:
     variance: dict[str, dict[str, float]] = {}
     for operator in graph.operators:
         if operator.kind == "adjustable":
-            own = draw.lognormvariate(0, 2)
+            base = draw.lognormvariate(0, 2)
             variance[operator.id] = {
-                fmt: own * share * draw.uniform(0.8, 1.2) for fmt, share in scale.items()
+                fmt: base * share * draw.uniform(0.8, 1.2) for fmt, share in scale.items()
             }
     return Sensitivity("drawn", "model", variance)
 
@@ -47,7 +44,7 @@ def drawn_sensitivity(graph: ModelGraph, seed: int = 0) -> Sensitivity:
 def device_class(
     name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes
 ) -> DeviceClass:
-    """Return a class that trains one of the models of `predicted_models`."""
+    """Return a device class that trains a model of `predicted_models`."""
     graph = graph_of(name)
     training = TrainingMemory(ADAM, buckets=True)
     return DeviceClass(
@@ -56,9 +53,7 @@ def device_class(
 
 
 class PlainTimes(DrawnTimes):
-    """Times that do not depend on neighbours or owners of casts, so a linear program represents
-    them.
-    """
+    """Times independent of neighbours and owners of casts, as in the integer linear program."""
 
     def operator(
         self, operator: str, state: OperandState, around: Sequence[OperandState | None]
@@ -77,7 +72,7 @@ class PlainTimes(DrawnTimes):
 
 
 class OwnedTimes(PlainTimes):
-    """Times that do not depend on neighbours."""
+    """Times independent of neighbours, but not of the owners of casts."""
 
     def cast(
         self, operator: str, before: str, after: str, numel: int, differentiated: bool
@@ -88,7 +83,7 @@ class OwnedTimes(PlainTimes):
 def alone(
     name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes
 ) -> Problem:
-    """Return a problem of one device without limits."""
+    """Return a problem of one device without memory or time limits."""
     return Problem(
         {"device": device_class(name, formats, seed, times)}, Cluster({"device": ClusterDevice()})
     )
@@ -97,7 +92,7 @@ def alone(
 def fleet(
     name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes
 ) -> Problem:
-    """Return a problem of two FP32 devices and two slower devices to plan, with small buckets."""
+    """Return a problem of two fixed FP32 devices and two slower planned devices, small buckets."""
     slow = device_class(name, formats, seed, times)
     fast = replace(slow, times=times(seed + 1), fixed_plan=slow.uniform("fp32"))
     slower = ClusterDevice(count=2, slowdown=1.5, delay=1e-4, batch=4, copies=3e-8)

@@ -1,7 +1,4 @@
-"""Fleets of catalog devices that train small configurations of real models.
-
-V100 train in FP32, and T4 are planned. The batch size is variable.
-"""
+"""Problems of V100 in FP32 and planned T4 that train small configurations of real models."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ MODELS: dict[str, Any] = {"perceptron": perceptron, "bert": bert, "resnet": resn
 
 @functools.cache
 def symbolic(name: str, device: str) -> ModelGraph:
-    """Return a model as it runs on a device, with a symbolic batch size."""
+    """Return the graph of a model for a device, with a symbolic batch size."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
@@ -74,7 +71,7 @@ def symbolic(name: str, device: str) -> ModelGraph:
 
 
 def sized(name: str, device: str, batch: int) -> DeviceClass:
-    """Return a class of devices that trains a model with a batch size."""
+    """Return a device class that trains a model with a local batch size."""
     graph = symbolic(name, device)
     (symbol,) = graph.symbols
     graph = graph.at(**{symbol: batch})
@@ -88,7 +85,7 @@ def sized(name: str, device: str, batch: int) -> DeviceClass:
 
 
 def of_catalog(name: str, batch: int = 32, count: int = 2, bandwidth: float = 1.25e10) -> Problem:
-    """Return the problem of equal numbers of V100 in FP32 and T4."""
+    """Return a problem with `count` V100 in FP32 and `count` T4."""
     classes = {device: sized(name, device, batch) for device in FORMATS}
     classes["v100"] = replace(classes["v100"], fixed_plan=classes["v100"].uniform("fp32"))
     devices = {device: ClusterDevice(count=count, device=device, batch=batch) for device in FORMATS}

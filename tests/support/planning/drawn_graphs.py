@@ -1,6 +1,6 @@
-"""Random small graphs as classes of devices, and the evaluation of all of their plans.
+"""Random small graphs as device classes, and the evaluation of all of their plans.
 
-Invariant: a seed determines one graph, one loss, and one class with them.
+Invariant: a seed determines the graph, the loss and the device class.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.support.planning.allocation_problems import PlainTimes, drawn_sensiti
 from tests.support.planning.predicted_models import DrawnTimes
 
 LOSSES = None, LossMemory(), LossMemory(held=150, most=500)
-"""Saved bytes of a loss by the remainder of a seed: unknown, none, or more than its gradients."""
+"""Memory of the loss by seed modulo 3: unknown, none, or more than its gradients."""
 
 
 class Drawn(nn.Module):
-    """Random graph of a few layers, with residuals, concatenations, norms and gates."""
+    """Random model of three or four layers with residuals, concatenations, norms and gates."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class Drawn(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4 if seed % 2 else 3))
         self.norm = nn.LayerNorm(8)
         self.steps = []
-        for at in range(len(self.layers)):
+        for index in range(len(self.layers)):
             self.steps.append(
                 (
-                    at,
-                    draw.randrange(at + 1),
+                    index,
+                    draw.randrange(index + 1),
                     draw.choice(["add", "mul", "none", "relu", "cat", "norm"]),
                 )
             )
@@ -46,21 +46,21 @@ class Drawn(nn.Module):
             del self.norm
 
     def forward(self, x: Tensor) -> Tensor:
-        known = [x]
-        for at, source, join in self.steps:
-            y = self.layers[at](known[source])
+        outputs = [x]
+        for index, source, join in self.steps:
+            y = self.layers[index](outputs[source])
             if join == "add":
-                y = y + known[-1]
+                y = y + outputs[-1]
             elif join == "mul":
-                y = y * known[source]
+                y = y * outputs[source]
             elif join == "relu":
                 y = torch.relu(y)
             elif join == "cat":
-                y = torch.cat([y, known[-1]], -1)[:, ::2]
+                y = torch.cat([y, outputs[-1]], -1)[:, ::2]
             elif join == "norm":
                 y = self.norm(y)
-            known.append(y)
-        return sum(known[1:], x)
+            outputs.append(y)
+        return sum(outputs[1:], x)
 
 
 @functools.cache
@@ -75,11 +75,11 @@ def graph(seed: int) -> ModelGraph:
 def device(
     seed: int, formats: tuple[str, ...], times: type[DrawnTimes] = PlainTimes
 ) -> DeviceClass:
-    found = graph(seed % 7)
+    model_graph = graph(seed % 7)
     return DeviceClass(
-        found,
+        model_graph,
         times(seed),
-        drawn_sensitivity(found, seed),
+        drawn_sensitivity(model_graph, seed),
         formats,
         training=TrainingMemory(ADAM, loss=LOSSES[seed % 3]),
     )
@@ -87,8 +87,8 @@ def device(
 
 def every(problem: Problem, name: str) -> list[tuple[dict[str, str], Evaluation]]:
     choices = problem.classes[name].choices
-    judge = PlanEvaluator(problem, problem.uniform())
+    evaluator = PlanEvaluator(problem, problem.uniform())
     plans = (
         dict(zip(choices, picked, strict=True)) for picked in itertools.product(*choices.values())
     )
-    return [(plan, judge.set_plans({name: plan})) for plan in plans]
+    return [(plan, evaluator.set_plans({name: plan})) for plan in plans]

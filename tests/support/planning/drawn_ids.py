@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from qsync_fx.plan.operator_id import OpId
 
-# Few letters, so that patterns match paths, and all characters of a ModuleDict key.
+# any_name: all characters of a ModuleDict key; plain_name: few, so that patterns match.
 any_name = st.text(st.characters(exclude_characters="."), min_size=1, max_size=6)
 plain_name = st.text("ab01_", min_size=1, max_size=4)
 paths = st.lists(any_name, min_size=1, max_size=5).map(".".join)

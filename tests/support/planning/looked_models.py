@@ -1,4 +1,4 @@
-"""Models, batches and steps for the tests of tensor statistics."""
+"""Models, batches and a step for the tests of tensor statistics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wide(activation: Callable[[], nn.Module]) -> nn.Module:
         part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), activation())
     ][:-1]
     model = nn.Sequential(*layers)
-    for at, layer in enumerate(model):
+    for index, layer in enumerate(model):
         if isinstance(layer, nn.Linear):
-            nn.init.normal_(layer.weight, std=(0.5 + at % 3) * layer.in_features**-0.5)
+            nn.init.normal_(layer.weight, std=(0.5 + index % 3) * layer.in_features**-0.5)
     return model

@@ -1,4 +1,4 @@
-"""Model that is measured in a second, and a step that counts its calls."""
+"""Layer that is profiled within a second, and a step that counts its calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH = torch.ones(4, 16), torch.ones(4, 8)
 
 
 class Counted:
-    """Step that counts its calls, and is interrupted at one of them."""
+    """Step that counts its calls, and raises KeyboardInterrupt at one of them."""
 
     def __init__(self, interrupted_at: int = -1) -> None:
         self.calls, self.interrupted_at = 0, interrupted_at
@@ -27,7 +27,7 @@ class Counted:
 
 
 def layer(inputs: int = 16) -> nn.Module:
-    """Model with library kernels only, so that no C++ is compiled."""
+    """Return a model that uses only library kernels, so that no C++ is compiled."""
     torch.manual_seed(0)
     return nn.Linear(inputs, 8, bias=False)
 

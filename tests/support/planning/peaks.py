@@ -1,10 +1,7 @@
-"""Real peak memory of a training step by the allocator, and its prediction.
+"""Peak memory of a training step, measured with torch's allocator and predicted.
 
-By default, Inductor's kernels are neither built nor run: allocations are the same, and take seconds
-instead
-of a minute. The incoming gradient of the backward pass is as large as the output, as with any loss
-except
-a plain sum.
+By default, Inductor's kernels are neither built nor run, which saves a minute and does not change
+allocations. The incoming gradient has the size of the output, as with any loss except a plain sum.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ FORMATS = ("fp32", "bf16", "int8")
 
 
 def most_bytes(found: States, training: TrainingMemory | None = None) -> int:
-    """Return the larger peak of both execution orders in bytes, including parameters."""
+    """Return the larger peak of both execution orders, including parameters, in bytes."""
     orders = Orders.of(found, training)
     memories = (step_memory(found, training, tasks) for tasks in (orders.expected, orders.written))
     return max(memory.peak.bytes for memory in memories)
@@ -35,7 +32,7 @@ def most_bytes(found: States, training: TrainingMemory | None = None) -> int:
 def real_and_predicted(
     model: nn.Module, x: Tensor, plan: Plan, built: bool = False
 ) -> tuple[int, int]:
-    """Return the real and the predicted bytes that a step adds to the memory before it."""
+    """Return the measured and predicted peak of a step, in bytes above the memory before it."""
     torch._dynamo.reset()
     graph = build_model_graph(qsync_fx.explain(model.train(), x), FORMATS)
     with nullcontext() if built else without_kernels():
@@ -49,7 +46,7 @@ def real_and_predicted(
             x.grad = None
 
         step()
-        # This loss saves no tensor.
+        # The weighted sum saves no tensor of its own.
         return measured_peak(step), step_memory(
             states(graph, plan), TrainingMemory(loss=LossMemory())
         ).step_bytes

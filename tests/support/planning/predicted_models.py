@@ -1,6 +1,4 @@
-"""Small models for the tests of the predictor, explained once per session, and random plans for
-them.
-"""
+"""Small models for the predictor tests, explained once per process, and random plans."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ ZOO = {case.name: case for case in CASES}
 
 
 class Checkpointed(nn.Module):
-    """Checkpointed body with an autocast region, and a tensor that is shared across its border."""
+    """Checkpointed block with an autocast region and a residual across its boundary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +50,7 @@ class Checkpointed(nn.Module):
 
 
 class Broken(nn.Module):
-    """Model with two graphs."""
+    """Model of two graphs, split by a graph break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +63,7 @@ class Broken(nn.Module):
 
 
 class Tied(nn.Module):
-    """Embedding table that is also the weight of a layer."""
+    """Embedding and linear layer that share their weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,9 +76,7 @@ class Tied(nn.Module):
 
 
 class Odd(nn.Module):
-    """Difficult casts: conversions of the model, in-place writes, large scalars, FP64, explicit
-    formats.
-    """
+    """Model with explicit conversions, in-place operators, large scalars and FP64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +101,7 @@ class Odd(nn.Module):
 
 
 class Residual(nn.Module):
-    """Residual stream with norms before or after branches, a loss, and a head outside of it."""
+    """Residual model with norms before or after branches, a loss, and a head outside of it."""
 
     def __init__(self, behind: bool, depth: int = 3, drops: float = 0.0) -> None:
         super().__init__()
@@ -116,20 +112,18 @@ class Residual(nn.Module):
         self.head = nn.Linear(32, 32)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        for at, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+        for index, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
             if self.behind:
-                x = self.norms[at](x + down(torch.nn.functional.gelu(up(x))))
+                x = self.norms[index](x + down(torch.nn.functional.gelu(up(x))))
             else:
-                x = x + self.drop(down(torch.nn.functional.gelu(up(self.norms[at](x)))))
+                x = x + self.drop(down(torch.nn.functional.gelu(up(self.norms[index](x)))))
         if not self.drop.p:
             self.seen = torch.tanh(self.head(x[:, 0]))
         return torch.nn.functional.mse_loss(self.norms[-1](x), target)
 
 
 class Gated(nn.Module):
-    """ReLUs between products and after residual branches; the mean of the output is the input of a
-    head.
-    """
+    """Model with ReLUs between products and after residual branches, and a mean before the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,12 +136,12 @@ class Gated(nn.Module):
         x = self.stem(x)
         for up, norm in zip(self.up, self.norms, strict=True):
             x = torch.relu(x + norm(up(x)))
-        found: Tensor = self.head(x.mean(1))
-        return found.sum()
+        result: Tensor = self.head(x.mean(1))
+        return result.sum()
 
 
 class Attending(nn.Module):
-    """Attention with dropout, computed by matrix products on the CPU, with a residual."""
+    """Attention with dropout, decomposed into matrix products on the CPU, and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,8 +149,8 @@ class Attending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = (part.view(4, 64, 4, 8).transpose(1, 2) for part in self.parts(x).chunk(3, -1))
-        found = nn.functional.scaled_dot_product_attention(*parts, dropout_p=0.1)
-        return x + self.out(found.transpose(1, 2).reshape(4, 64, 32))
+        attended = nn.functional.scaled_dot_product_attention(*parts, dropout_p=0.1)
+        return x + self.out(attended.transpose(1, 2).reshape(4, 64, 32))
 
 
 def _residual(behind: bool, depth: int = 3, drops: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
@@ -206,7 +200,7 @@ def adjustable(name: str) -> list[str]:
 
 
 def plans(name: str, formats: tuple[str, ...] = FORMATS) -> st.SearchStrategy[Plan]:
-    """Plans that name every operator, and plans with a default, which applies where supported."""
+    """Return a strategy of plans that name every operator, and of plans with a default format."""
     ids = adjustable(name)
     fmt = st.sampled_from(formats)
     each = st.lists(fmt, min_size=len(ids), max_size=len(ids)).map(
@@ -220,7 +214,7 @@ def plans(name: str, formats: tuple[str, ...] = FORMATS) -> st.SearchStrategy[Pl
 
 
 class DrawnTimes:
-    """Repeatable times that depend on all of their inputs."""
+    """Random times that depend only on the seed and on all arguments."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -246,8 +240,8 @@ class DrawnTimes:
     def cast(
         self, operator: str, before: str, after: str, numel: int, differentiated: bool
     ) -> Seconds:
-        found = self._drawn(operator, before, after, str(numel))
-        return found if differentiated else Seconds(found.forward, 0.0)
+        seconds = self._drawn(operator, before, after, str(numel))
+        return seconds if differentiated else Seconds(seconds.forward, 0.0)
 
     def outside(self) -> Seconds:
         return self._drawn("outside")
@@ -261,7 +255,7 @@ class DrawnTimes:
 
 
 def cost_of(found: States, operator: str) -> Cost:
-    """Return the cost of an operator under a plan, including its casts."""
+    """Return the cost of an operator in the states of `found`, including casts that it owns."""
     index = found.graph.place(operator)
     total = found.graph.operators[index].costs[found.names[index]]
     for cast in found.casts:
@@ -275,12 +269,12 @@ def cost_of(found: States, operator: str) -> Cost:
 
 @dataclass(frozen=True)
 class LiveBuffers:
-    """Live buffers at one moment of a step.
+    """Live buffers at one time of a step.
 
     Attributes:
         operator: id of the running operator; "" for none.
         backward: whether it runs in the backward pass.
-        bytes: bytes by name and format of the buffer. The key ("", None) has the workspace.
+        bytes: bytes by name and format of the buffer; the key ("", None) is the workspace.
     """
 
     operator: str
@@ -289,7 +283,7 @@ class LiveBuffers:
 
 
 def live_buffers(states: States, training: TrainingMemory | None = None) -> list[LiveBuffers]:
-    """Returns the live buffers of both passes of a step over time."""
+    """Return the live buffers of a step over time."""
     moments = lives(
         step_tasks(states, training), lambda buffer: (buffer.name, buffer.format), ("", None)
     )

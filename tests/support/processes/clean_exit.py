@@ -1,8 +1,7 @@
-"""Plugin of pytest: a worker that dies while it exits fails the run.
+"""Pytest plugin that fails the run if a worker process fails at its exit.
 
-Its tests have passed by then, and pytest-xdist does not check the exit status of workers. The
-plugin runs
-in the process that distributes tests.
+At that time its tests have passed, and pytest-xdist does not check the exit status of workers. The
+plugin runs in the controller process.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import pytest
 
 
 class _Exits:
-    """Exit status of the workers of a run, and the files of each."""
+    """Plugin that checks the exit status of workers, and reports the test files of failed ones."""
 
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -33,17 +32,19 @@ class _Exits:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        # After xdist's hook, which ends the workers, by force after a timeout.
+        # Runs after xdist's hook, which ends the workers and kills them after a timeout.
         for name, process in self._processes.items():
             if code := process.wait():
-                # Do not count tests that failed and may run again.
+                # Not TESTS_FAILED, after which `make test-all` runs the failed tests again.
                 session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
                 files = "\n".join(f"  {file}" for file in sorted(self._files[name]))
-                what = (
+                message = (
                     f"worker {name} {_described(code)} when it exited; run with -p no:xdist one "
                     f"by one what it ran:\n{files}"
                 )
-                report = pytest.TestReport(name, (name, None, name), {}, "failed", what, "teardown")
+                report = pytest.TestReport(
+                    name, (name, None, name), {}, "failed", message, "teardown"
+                )
                 session.config.hook.pytest_runtest_logreport(report=report)
 
 
@@ -56,6 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
         with contextlib.suppress(ImportError):
             from xdist.workermanage import NodeManager
 
-            # Seconds until a worker is killed; ten would be too few while compilers use all cores.
+            # Seconds until a worker is killed; 10 are too few while compilers use all cores.
             NodeManager.EXIT_TIMEOUT = 120
         config.pluginmanager.register(_Exits())

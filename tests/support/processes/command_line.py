@@ -1,4 +1,4 @@
-"""The command line in this process, and models for its arguments."""
+"""Runs of the command line in this process, and models for its arguments."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ nothing = lambda: ((lambda: 3), ())
 
 
 def run(*arguments: str) -> int:
-    """Run `qsync` in this process; argparse exits by SystemExit."""
+    """Run `qsync` in this process and return its exit status; argparse raises SystemExit."""
     try:
         return main(arguments)
     except SystemExit as left:

@@ -1,4 +1,4 @@
-"""Run the demo like a user, on scikit-learn's digits."""
+"""Runs of the demo in a new process on scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 DIGITS = ("--data", "digits")
 INT8 = Plan("int8", patterns=[("stem", "fp32"), ("**.shortcut", "bf16"), ("head", "fp32")])
 EAGER = ("--inner-backend", "aot_eager")
-"""With a given plan, nothing is measured and no kernel is compiled."""
+"""Options with which Inductor compiles no kernel."""
 
 
 def run(
@@ -31,5 +31,5 @@ def run(
 
 
 def wide() -> dict[str, str]:
-    """Environment in which rich does not wrap lines."""
+    """Return an environment in which rich does not wrap lines."""
     return {**os.environ, "COLUMNS": "300"}

@@ -1,11 +1,10 @@
-"""Replacement of Python in shells and torchrun: requests a fork that runs the script, see forks.py.
+"""Replacement of Python in shells and torchrun that runs a script in a fork, see forks.py.
 
     python -IS forked.py DOOR [-u] SCRIPT ARGUMENTS...
     python -IS forked.py DOOR [-u] -m torch.distributed.run ARGUMENTS...
 
-Other commands run in Python itself. The fork has this process's folder, environment and standard
-streams.
-It receives signals of this process, is killed with it, and determines its exit status.
+Other commands run in Python itself. The fork has the folder, environment and standard streams of
+this process and receives its signals. It is killed with this process and sets its exit status.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import sys
 import time
 
 FORKED = ("torch.distributed.run", "qsync_fx.cli")
-"""Modules that run in a fork."""
+"""Modules that `-m` runs in a fork."""
 
 
 def main(door: str, arguments: list[str]) -> None:
@@ -31,11 +30,11 @@ def main(door: str, arguments: list[str]) -> None:
         os.execv(sys.executable, [sys.executable, *arguments])
     with socket.socket(socket.AF_UNIX) as line:
         connect(line, door)
-        asked = json.dumps(
+        request = json.dumps(
             {"run": script, "folder": os.getcwd(), "environment": dict(os.environ)}
         ).encode()
-        socket.send_fds(line, [len(asked).to_bytes(8, "little")], [0, 1, 2])
-        line.sendall(asked)
+        socket.send_fds(line, [len(request).to_bytes(8, "little")], [0, 1, 2])
+        line.sendall(request)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: line.sendall(bytes([number])))
         answer = line.recv(4, socket.MSG_WAITALL)
@@ -49,7 +48,7 @@ def main(door: str, arguments: list[str]) -> None:
 
 
 def connect(line: socket.socket, door: str) -> None:
-    """Connect to the socket, which exists shortly after the start of the server."""
+    """Connect to the socket of the server; retry for 60 s while the server starts."""
     until = time.monotonic() + 60
     while True:
         try:

@@ -1,12 +1,11 @@
-"""Fork server: a process that has imported torch and qsync_fx, and waits for requests.
+"""Fork server: a process that has imported torch and qsync_fx, and forks on request.
 
     python forking.py DOOR
 
-Tests send lines of JSON on standard input (forks.py) and read answers on standard output. Processes
-of a
-shell or torchrun request a fork at DOOR, a socket (forked.py).
+Tests (forks.py) send lines of JSON to standard input and read answers from standard output. Shells
+and torchrun (forked.py) request a fork at DOOR, a socket.
 
-Invariant: the server has one thread and has computed nothing, so a fork behaves like a new process.
+Invariant: the server has one thread and computes no tensors, so a fork behaves like a new process.
 """
 
 from __future__ import annotations
@@ -33,16 +32,15 @@ IMPORTED = (
     "qsync_fx.distributed",
 )
 Guests = dict[int, tuple[int, socket.socket]]
-"""Forks that were requested at the socket: descriptor, process id, and connection to the client."""
+"""Forks requested at the socket: process id and client connection by pidfd."""
 
 
 def serve(door: socket.socket) -> list[str]:
-    """Answer requests until there are no more; return, in each fork, the script to run."""
+    """Answer requests until standard input ends; in a fork, return the script to run."""
     guests: Guests = {}
-    asked = b""
+    pending = b""
     while True:
-        # A line contains signals or ends the connection; a descriptor is readable when its fork
-        # ends.
+        # A client sends signals or closes its connection; a pidfd is readable when its fork ends.
         ready, _, _ = select.select(
             [0, door, *guests, *(line for _, line in guests.values())], [], []
         )
@@ -50,7 +48,7 @@ def serve(door: socket.socket) -> list[str]:
         if 0 in ready:
             if not (part := os.read(0, 1 << 16)):
                 sys.exit(0)
-            *lines, asked = (asked + part).split(b"\n")
+            *lines, pending = (pending + part).split(b"\n")
             for text in lines:
                 request = json.loads(text)
                 if "fork" not in request:
@@ -76,14 +74,14 @@ def serve(door: socket.socket) -> list[str]:
 
 
 def told(request: Mapping[str, int]) -> int | None:
-    """Return the exit status of a fork, after waiting for it if necessary."""
+    """Return the exit status of a fork, or None if a poll finds it running."""
     (pid,) = request.values()
-    found, status = os.waitpid(pid, os.WNOHANG if "poll" in request else 0)
-    return os.waitstatus_to_exitcode(status) if found else None
+    ended, status = os.waitpid(pid, os.WNOHANG if "poll" in request else 0)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def attend(guests: Guests, ready: Sequence[object]) -> None:
-    """Forward signals, report the exit status of a fork, and kill forks whose clients are gone."""
+    """Forward signals, send exit statuses, and kill forks whose clients have disconnected."""
     for ended, (pid, line) in list(guests.items()):
         if ended not in ready and line in ready:
             try:
@@ -105,7 +103,7 @@ def attend(guests: Guests, ready: Sequence[object]) -> None:
 
 
 def request_of(guest: socket.socket) -> dict[str, Any] | None:
-    """Return a request at the socket with three streams; None if the client is gone."""
+    """Return a request with three streams from a client; None if it has disconnected."""
     with contextlib.suppress(OSError):
         size, streams, _, _ = socket.recv_fds(guest, 8, 3)
         text = guest.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
@@ -115,7 +113,7 @@ def request_of(guest: socket.socket) -> dict[str, Any] | None:
 
 
 def apart(guests: Guests) -> None:
-    """Drop the other forks in a fork; the server owns them."""
+    """Close the descriptors of other forks, which belong to the server, in a fork."""
     for descriptor, (_, line) in guests.items():
         os.close(descriptor)
         line.close()
@@ -132,13 +130,13 @@ def invited(request: Mapping[str, Any]) -> list[str]:
 
 
 def placed(request: Mapping[str, Any], streams: Sequence[int], found: list[str]) -> list[str]:
-    """Set folder, streams, environment and path of a fork; return the script to run."""
+    """Set folder, streams, environment and sys.path of a fork; return the script to run."""
     os.chdir(request["folder"])
     for ours, theirs in zip(streams, (0, 1, 2), strict=True):
         os.dup2(ours, theirs)
     for stream in set(streams):
         os.close(stream)
-    # The existing streams have cached whether their files can seek.
+    # New stream objects, as the existing ones have cached whether their files are seekable.
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
@@ -146,7 +144,7 @@ def placed(request: Mapping[str, Any], streams: Sequence[int], found: list[str])
     if threads := os.environ.get("OMP_NUM_THREADS"):
         import torch
 
-        torch.set_num_threads(int(threads))  # a library read it at import
+        torch.set_num_threads(int(threads))  # OpenMP read it at import
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     first = os.getcwd() if found[0] == "-m" else str(Path(found[0]).resolve().parent)
     sys.path[:1] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -154,16 +152,16 @@ def placed(request: Mapping[str, Any], streams: Sequence[int], found: list[str])
 
 
 def main() -> list[str]:
-    # NumPy's library starts one thread per core at import.
-    own = "OPENBLAS_NUM_THREADS" not in os.environ
+    # OpenBLAS, which NumPy imports, starts one thread per core by default.
+    added = "OPENBLAS_NUM_THREADS" not in os.environ
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Before slow imports, so that the socket exists when clients connect.
+    # Bind before the slow imports, so that clients can connect.
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(sys.argv[1])
         door.listen()
         for name in IMPORTED:
             importlib.import_module(name)
-        if own:
+        if added:
             del os.environ["OPENBLAS_NUM_THREADS"]
         threads = os.listdir("/proc/self/task")
         assert len(threads) == 1, f"{len(threads)} threads cannot be forked"

@@ -1,10 +1,7 @@
-"""Start test processes as forks of a process that has imported torch and qsync_fx (forking.py).
+"""Test processes as forks of a process that has imported torch and qsync_fx (forking.py).
 
-Each fork saves six seconds of a core.
-
-Invariant: imports may depend on the environment. A fork has the environment of the server's first
-import,
-except for variables that are read later.
+A fork saves six seconds of CPU time. Imports may depend on the environment, so forks share a server
+only if their environments are equal except for variables that are read later.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _EACH = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "COLUMNS")
-"""Environment of each fork. The server has none of it; the first fork sets threads (forking.py)."""
+"""Variables of a fork that its server does not have."""
 _LATER = (
     *_EACH,
     "PATH",
@@ -51,7 +48,7 @@ class Process(Protocol):
 
 
 class Server:
-    """Forked process."""
+    """Client of a fork server process, which it starts and ends."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
@@ -82,7 +79,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Fork server: the parent of all forks."""
+        """Process id of the fork server, the parent of all forks."""
         return self._process.pid
 
     def ask(self, **request: Any) -> Any:
@@ -100,10 +97,9 @@ class Server:
         )
 
     def shell(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of a shell in which `python SCRIPT`, `qsync` and torchrun's ranks
-        are forks.
+        """Return a shell environment: `python SCRIPT`, `qsync` and torchrun's ranks run as forks.
 
-        A fork has all variables of its shell, whatever the environment was at import.
+        A fork has all variables of its shell, also if they differ from the server's.
         """
         path = os.pathsep.join([str(self._commands), environment.get("PATH", os.defpath)])
         return {**_wanted(environment), "PATH": path, "PYTHON_EXEC": str(self._commands / "python")}
@@ -126,7 +122,7 @@ class _Fork:
         return self._code
 
     def kill(self) -> None:
-        if self.poll() is None:  # otherwise another process may have its id
+        if self.poll() is None:  # after its end, another process may have its id
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
@@ -151,7 +147,7 @@ def server(environment: Mapping[str, str]) -> Server:
 
 @contextlib.contextmanager
 def own(environment: Mapping[str, str]) -> Iterator[Server]:
-    """Yield a fork server with the modules of this PYTHONPATH."""
+    """Yield a new fork server that imports modules from this PYTHONPATH."""
     started = Server(environment)
     try:
         yield started
@@ -171,7 +167,7 @@ def start(
     folder: Path | None = None,
     of: Server | None = None,
 ) -> Process:
-    """Start a Python script in a folder, by default the current one; its output goes to a file."""
+    """Start a Python script with its output in `log`; the default folder is the current one."""
     later = {name: environment[name] for name in _LATER if name in environment}
     of = of or server(environment)
     return of.fork(
@@ -207,5 +203,5 @@ def ended(started: Sequence[Process], seconds: float) -> list[int]:
 
 
 def _wanted(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without pytest's variables for its own processes."""
+    """Return an environment without the variables of pytest."""
     return {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}

@@ -1,10 +1,8 @@
-"""Start the ranks of a test as processes, each with a log, a result and an exit status.
+"""Ranks of a test as processes, each with a log, a result and an exit status.
 
-No rank outlives the call. Scripts are in ../communication and ../distributed. PYTHONPATH is the
-root of the
-repository, so that they import tests.support. The store of their process group is in the test's
-process, as
-in the launcher of torchrun, so it survives a killed rank.
+No rank outlives the call. The scripts in ../communication and ../distributed import tests.support
+from PYTHONPATH, the root of the repository. The store of their process group is in the test's
+process, as in torchrun's launcher, so it survives a killed rank.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "PYTHONPATH": str(ROOT),
 }
-"""Environment of every rank, in addition to the test's."""
+"""Environment variables of ranks, in addition to the test's own."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Ended:
     """Result of a rank.
 
     Attributes:
-        code: exit status; None if it was killed after the others ended.
+        code: exit status; None if it was killed after a timeout.
         log: its output.
         result: its result; None if it did not write one.
     """
@@ -62,9 +60,8 @@ def run(
 ) -> list[Ended]:
     """Run a script of tests/support on all ranks and return their results.
 
-    Wait until all have ended. When one has ended, wait at most `after` seconds for the others. CUDA
-    does not
-    work in a fork of a process that initialized it, so ranks with a GPU must not be `forked`.
+    Kill ranks that run longer than `seconds`, and the last running rank after `after` seconds. CUDA
+    does not work in a fork of a process that initialized it: ranks with a GPU must not be `forked`.
     """
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, **ENVIRONMENT}
@@ -73,9 +70,9 @@ def run(
     started: list[forks.Process] = []
     try:
         for rank in range(world):
-            given = [str(rank), str(world), str(store.port), str(folder), json.dumps(job)]
+            command = [str(rank), str(world), str(store.port), str(folder), json.dumps(job)]
             begin = forks.start if forked else _fresh
-            started.append(begin(path, given, environment, logs[rank]))
+            started.append(begin(path, command, environment, logs[rank]))
         until = time.monotonic() + seconds
         while (
             alive := sum(process.poll() is None for process in started)
@@ -93,7 +90,7 @@ def run(
         Ended(
             codes[rank],
             logs[rank].read_text(),
-            json.loads(found.read_text()) if (found := results[rank]).exists() else None,
+            json.loads(output.read_text()) if (output := results[rank]).exists() else None,
         )
         for rank in range(world)
     ]
@@ -102,7 +99,7 @@ def run(
 def _fresh(
     path: Path, given: list[str], environment: Mapping[str, str], log: Path
 ) -> forks.Process:
-    """Start a script as a process."""
+    """Start a script as a new Python process."""
     with log.open("w") as out:
         return subprocess.Popen(
             [sys.executable, str(path), *given], env=dict(environment), stdout=out, stderr=out
@@ -111,12 +108,12 @@ def _fresh(
 
 def script_of(name: str) -> Path:
     """Return the path of a script."""
-    (found,) = SUPPORT.rglob(name)
-    return found
+    (path,) = SUPPORT.rglob(name)
+    return path
 
 
 def results(name: str, world: int, folder: Path, *, script: str, **job: Any) -> list[Any]:
-    """Return the results of all ranks for a part of a script; all must end successfully."""
+    """Run function `name` of a script on all ranks and return the results; assert exit status 0."""
     folder.mkdir(exist_ok=True)
     ended = run(script, world, folder, name=name, **job)
     assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
@@ -129,30 +126,30 @@ def join(arguments: list[str], limit: float = 60) -> tuple[int, int, Path, dict[
 
     rank, world, port, folder, job = arguments
     store = distributed.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
-    found = json.loads(job)
-    timeout = datetime.timedelta(seconds=found.get("limit", limit))
-    if "debug" in found:  # torch reads TORCH_DISTRIBUTED_DEBUG at import, which is before a fork
-        distributed.set_debug_level(distributed.DebugLevel.__members__[found["debug"]])
-    backend = found.get("backend", "gloo")
+    settings = json.loads(job)
+    timeout = datetime.timedelta(seconds=settings.get("limit", limit))
+    if "debug" in settings:  # torch reads TORCH_DISTRIBUTED_DEBUG at import, which is before a fork
+        distributed.set_debug_level(distributed.DebugLevel.__members__[settings["debug"]])
+    backend = settings.get("backend", "gloo")
     distributed.init_process_group(
         backend, store=store, rank=int(rank), world_size=int(world), timeout=timeout
     )
-    if "compress" in found:  # arguments of calls that do not give them
+    if "compress" in settings:  # new defaults of keyword arguments
         from qsync_fx.distributed import compress
 
-        compress.__kwdefaults__.update(found["compress"])
-    return int(rank), int(world), Path(folder), found
+        compress.__kwdefaults__.update(settings["compress"])
+    return int(rank), int(world), Path(folder), settings
 
 
 def play(
     parts: Mapping[str, Any], arguments: list[str], meet: Callable[[str], bool] = lambda name: False
 ) -> None:
-    """Run the part that the rank's job names, as (rank, world, job), write its result, and exit.
+    """Call the function that the job names with (rank, world, job), write its result, and exit.
 
     Args:
         parts: globals of a script.
         arguments: arguments from `run`; the job's "where" is by default the folder of the ranks.
-        meet: whether the ranks of a part wait for each other at the end.
+        meet: whether all ranks wait at a barrier after the function of this name.
     """
     torch.set_num_threads(1)
     rank, world, folder, job = join(arguments)
@@ -160,7 +157,7 @@ def play(
     if meet(job["name"]):
         with contextlib.suppress(RuntimeError):
             distributed.barrier()
-    os._exit(0)  # other ranks would wait for a rank that is gone
+    os._exit(0)  # skip cleanup, which would wait for ranks that have exited
 
 
 def write(folder: Path, rank: int, result: Any) -> None:

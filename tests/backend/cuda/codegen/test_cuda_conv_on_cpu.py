@@ -1,8 +1,7 @@
-"""Convolution kernels of CUTLASS 2.x, run on the CPU: outputs and gradients, each element to the
-last bit. See cutlass_cpu.py.
+"""Bit-exact tests of CUTLASS 2.x convolution kernels, run on the CPU: outputs and gradients.
 
-Compiling is what takes time: in the tier all each product with each kind of operands, each output,
-and each order; all 2.x kernels in the tier every.
+See cutlass_cpu.py. Compilation dominates the run time: the tier all covers each operation with each
+kind of operands, each output format and each order; the tier every covers all 2.x kernels.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ try:
 except ToolchainError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-# Whichever test is first compiles for all. In the fast tier products of matrices stand for
-# convolutions: the templates are the same.
+# The first test compiles the kernels of all tests. The fast tier tests only GEMM kernels, which use
+# the same templates.
 pytestmark = [pytest.mark.timeout(7200), tiers.ALL]
 
 CHANGED = {
-    # What starts a kernel, which a host compiler cannot read.
+    # Kernel launches, which a host compiler cannot parse.
     "cutlass/conv/device/implicit_gemm_convolution.h": (r"<<<.*?>>>", ""),
-    # PTX, which the same in C++ stands beside, switched off.
+    # Enable the disabled C++ equivalent of PTX code.
     "cutlass/conv/threadblock/conv2d_dgrad_filter_tile_access_iterator_optimized.h": (
         r"#if 0",
         "#if 1",
@@ -45,25 +44,27 @@ CHANGED = {
         "#if 1",
     ),
 }
-"""Headers of CUTLASS, and what is changed in them: pattern and replacement."""
+"""Changes to CUTLASS headers: path to pattern and replacement."""
 
 
 def all_kernels() -> list[KernelConfig]:
-    """Kernels of 2.x for sm_75 and sm_80; those of later targets are the same text."""
+    """Return the 2.x kernels for sm_75 and sm_80; kernels of later targets have the same source."""
     kernels = [config for arch in ("sm_75", "sm_80") for config in conv_configs(arch)]  # type: ignore[arg-type]
     return list(dict.fromkeys(kernels))
 
 
 def of_each_kind() -> list[KernelConfig]:
-    """The smallest tile of each target, product, formats and order."""
+    """Return the smallest kernel for each target, operation, pair of formats and order."""
     return cutlass_cpu.smallest(
         ((c.operation, c.arch, c.a, c.out, c.strided, c.order), c) for c in all_kernels()
     )
 
 
 def facts(c: KernelConfig) -> Iterable[object]:
-    """Of formats that are as wide, on the same units, the text is the same but for the instruction,
-    which products of matrices have too.
+    """Return the properties that the sample must cover.
+
+    Kernels for formats of equal width on the same units differ only in the instruction, which the
+    GEMM tests cover.
     """
     kind = size_of(c.a), c.unit, c.a == "int8"
     return (
@@ -75,7 +76,7 @@ def facts(c: KernelConfig) -> Iterable[object]:
 
 
 def one_of_each() -> list[KernelConfig]:
-    """The smallest tile of each of these."""
+    """Return the smallest kernel for each predicate."""
     wanted: tuple[Callable[[KernelConfig], bool], ...] = (
         lambda c: (
             c.operation == "fprop" and c.a == "int8" and c.out == "bf16" and c.arch == "sm_80"
@@ -101,14 +102,16 @@ KERNELS = tiers.chosen(
 
 
 def build(configs: list[KernelConfig], folder: Path) -> dict[KernelConfig, Library]:
-    """Compiles kernels; what is returned takes addresses in the CPU's memory."""
+    """Compile kernels into libraries that accept CPU addresses."""
 
     def changed(pattern: str, replacement: str, original: str) -> str:
         text, count = re.subn(pattern, replacement, original)
         assert count == 1
         return text
 
-    changes = {name: functools.partial(changed, *how) for name, how in CHANGED.items()}
+    changes = {
+        name: functools.partial(changed, *substitution) for name, substitution in CHANGED.items()
+    }
     return cutlass_cpu.build(configs, folder, cutlass_cpu.changed_headers(folder, changes))
 
 
@@ -124,7 +127,7 @@ def test_results_are_equal_to_the_last_bit(
     cutlass_conv_cpu.check(libraries[config], config)
 
 
-# One of each product: forwards, backwards with strides, and the gradient of a weight in parts.
+# One kernel per operation: fprop, strided dgrad, and split-K wgrad.
 ASKED = [config for config in one_of_each() if config.a in ("int8", "bf16") and config.strided]
 
 

@@ -1,8 +1,7 @@
-"""Copies and conversions of matrices equal torch's to the bit, without a GPU: the kernels' sources,
-compiled for the CPU.
+"""Matrix copy and conversion kernels, compiled for the CPU, compared bit for bit with torch.
 
-Tiles, tails, zeros and alignments are those that nvcc compiles. The memory around results is
-watched. How tensors reach the kernels is in test_matrix_copies.py.
+The code for tiles, tails, zero padding and alignment is the code that nvcc compiles. The tests
+also check the memory around results. test_matrix_copies.py tests the calls from tensors.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ def sizes(draw: st.DrawFn, small: bool = False) -> int:
 @settings(max_examples=6)
 @given(data=st.data())
 def test_equals_torch(kinds: tuple[str, str], data: st.DataObject) -> None:
-    """Any sizes, gaps between rows and matrices, starts between multiples of 16 bytes, more room
-    than values.
-    """
+    """Vary sizes, gaps between rows and matrices, start alignment and output padding."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**62)))
     batches, rows, columns = (
         data.draw(st.sampled_from([1, 1, 3])),
@@ -58,7 +55,7 @@ def test_equals_torch(kinds: tuple[str, str], data: st.DataObject) -> None:
     gap, lines, first = (
         data.draw(st.sampled_from(choices)) for choices in ([0, 0, 16, 1, 3], [0, 1], [0, 0, 16, 1])
     )
-    turned = data.draw(st.booleans())
+    transposed = data.draw(st.booleans())
     between = (rows + lines) * (columns + gap) + data.draw(st.sampled_from([0, 0, 1]))
     memory = drawn(kinds[0], (batches * between + first + 16,), generator)
     strides = (between, columns + gap, 1)
@@ -69,22 +66,22 @@ def test_equals_torch(kinds: tuple[str, str], data: st.DataObject) -> None:
         if scaled
         else None
     )
-    inner = (columns, rows) if turned else (rows, columns)
+    inner = (columns, rows) if transposed else (rows, columns)
     more = data.draw(st.sampled_from([(0, 0), (0, 0), (5, 0), (0, 1), (0, -1), (200, 300)]))
     up = -inner[1] % 16 if more[1] < 0 else more[1]
     shape = (batches + data.draw(st.sampled_from([0, 2])), inner[0] + more[0], inner[1] + up)
     width = (BITS.get(kinds[1]) or DTYPES[kinds[1]]).itemsize
     offset = width * data.draw(st.sampled_from([0, 0, 0, 1, 4]))
-    y = run(x, kinds, turned, shape, scale, offset, data.draw(st.sampled_from([0, 1, 16])))
+    y = run(x, kinds, transposed, shape, scale, offset, data.draw(st.sampled_from([0, 1, 16])))
     want = torch.zeros(shape, dtype=y.dtype)
-    want[:batches, : inner[0], : inner[1]] = expected(x.mT if turned else x, kinds, scale)
+    want[:batches, : inner[0], : inner[1]] = expected(x.mT if transposed else x, kinds, scale)
     assert_equal(y, want)
 
 
 @pytest.mark.parametrize("x", [name for name in NUMBERS if name != "fp32"])
 @pytest.mark.parametrize("y", FLOATS)
 def test_conversion_of_every_value(x: str, y: str) -> None:
-    """All bit patterns of up to 16 bits, with scales that make the results denormal, zero, huge and
+    """Convert all bit patterns of up to 16 bits; scales make results denormal, zero, huge or
     infinite.
     """
     dtype = DTYPES[x]
@@ -102,13 +99,13 @@ def test_conversion_of_every_value(x: str, y: str) -> None:
         *((1e-40, 2.0**-14, 2.0**120) if dtype.itemsize == 1 else ()),
     ):
         scale = None if factor is None else torch.tensor([factor])
-        found = run(values, (x, y), False, (1, 1, values.numel()), scale)
-        assert_equal(found, expected(values, (x, y), scale))
+        result = run(values, (x, y), False, (1, 1, values.numel()), scale)
+        assert_equal(result, expected(values, (x, y), scale))
 
 
 @pytest.mark.parametrize("y", FLOATS)
 def test_roundings_of_fp32(y: str) -> None:
-    """Ties, what lies beside them, the ends of the ranges, NaN."""
+    """Convert ties, their neighbours, the limits of the ranges, and NaN."""
     grid = (
         torch.arange(-(2**15), 2**15)
         .to(torch.int16)
@@ -118,20 +115,20 @@ def test_roundings_of_fp32(y: str) -> None:
     middle = torch.cat(
         [grid, (grid[:-1].double() + (grid[1:].double() - grid[:-1].double()) / 2).float()]
     )
-    beside = [
+    neighbours = [
         middle,
         *(torch.nextafter(middle, torch.full_like(middle, end)) for end in (-torch.inf, torch.inf)),
     ]
     values = torch.cat(
         [
-            *beside,
+            *neighbours,
             torch.tensor(
                 [torch.inf, -torch.inf, torch.nan, 65504.0, 65519.99, 65520.0, 3.4e38, -0.0, 1e-45]
             ),
         ]
     )
-    found = run(values.view(1, 1, -1), ("fp32", y), False, (1, 1, values.numel()))
-    assert_equal(found, expected(values.view(1, 1, -1), ("fp32", y), None))
+    result = run(values.view(1, 1, -1), ("fp32", y), False, (1, 1, values.numel()))
+    assert_equal(result, expected(values.view(1, 1, -1), ("fp32", y), None))
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -174,7 +171,7 @@ def test_wrong_arguments(turned: int, changed: dict[str, int], message: str) -> 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_matrices_that_start_anywhere(turned: bool) -> None:
-    """Rows at multiples of 16 bytes, and the second matrix between them."""
+    """Use rows at multiples of 16 bytes in the first matrix and unaligned rows in the second."""
     memory = torch.arange(2 * 33 * 64 + 16).to(torch.int8)
     x = memory[-memory.data_ptr() % 16 :].as_strided((2, 32, 64), (32 * 64 + 1, 64, 1))
     y = run(x, ("bits8", "bits8"), turned, (2, 64, 32) if turned else (2, 32, 64))
@@ -197,7 +194,7 @@ def test_elements_that_are_not_aligned_to_themselves() -> None:
     ("arch", "x", "y"), [("sm_90a", "bits8", "bits8"), ("sm_80", "int8", "bf16")]
 )
 def test_compiles_for_the_device(arch: Arch, x: str, y: str, tmp_path: Path) -> None:
-    """No kernel spills or has a stack; more than 2^31 elements are taken."""
+    """Check that kernels use no spills and no stack, and accept more than 2^31 elements."""
     try:
         toolchain.toolchain()
     except ToolchainError as error:
@@ -209,9 +206,9 @@ def test_compiles_for_the_device(arch: Arch, x: str, y: str, tmp_path: Path) -> 
         "batches": 1,
         "y_batches": 1,
     }
-    for turned in (0, 1):
+    for transposed in (0, 1):
         assert (
-            loaded.can_implement(ConvertArguments(x=64, y=64, turned=turned, **kinds, **square))
+            loaded.can_implement(ConvertArguments(x=64, y=64, turned=transposed, **kinds, **square))
             is None
         )
     assert shared_memory(loaded.path) <= 48 << 10

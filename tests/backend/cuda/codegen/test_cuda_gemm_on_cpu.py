@@ -1,9 +1,7 @@
-"""GEMM kernels for tensor cores and ordinary units, run on the CPU: each element of the result, to
-the last bit.
+"""Bit-exact tests of GEMM kernels for tensor cores and SIMT units, run on the CPU.
 
-Compiling is what takes time: three kernels in the fast tier, in the tier all each pair of formats,
-layout and order of each target, and all 2.x kernels in the tier every, which takes half an
-hour.
+Compilation dominates the run time: the fast tier has few kernels, the tier all covers each pair of
+formats, layout and order of each target, and the tier every has all 2.x kernels (half an hour).
 """
 
 from __future__ import annotations
@@ -34,27 +32,27 @@ try:
 except ToolchainError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-# Whichever test is first compiles for all.
+# The first test compiles the kernels of all tests.
 pytestmark = pytest.mark.timeout(3600)
 
 
 def all_kernels() -> list[KernelConfig]:
-    """Kernels of 2.x, but for those that differ from another one in the target alone: the same text
-    is compiled for both.
+    """Return the 2.x kernels, but only one of kernels that differ in no more than the target sm_80
+    or sm_89: their source is the same.
     """
-    found: dict[KernelConfig, KernelConfig] = {}
+    kernels: dict[KernelConfig, KernelConfig] = {}
     for arch in ("sm_75", "sm_80", "sm_89"):
         for config in gemm_configs(arch):
             if not on_hopper(config):
-                found.setdefault(
+                kernels.setdefault(
                     dataclasses.replace(config, arch="sm_75" if arch == "sm_75" else "sm_80"),
                     config,
                 )
-    return list(found.values())
+    return list(kernels.values())
 
 
 def of_each_kind() -> list[KernelConfig]:
-    """The smallest tile of each target, operands, layouts and order."""
+    """Return the smallest kernel for each target, operand formats, layouts and order."""
     kinds = (((c.arch, c.a, c.b, c.a_major, c.b_major, c.order), c) for c in all_kernels())
     return cutlass_cpu.smallest(kinds)
 
@@ -64,7 +62,7 @@ def facts(c: KernelConfig) -> Iterable[object]:
 
 
 def one_of_each() -> list[KernelConfig]:
-    """The smallest tile of each of these."""
+    """Return the smallest kernel for each predicate."""
     wanted: tuple[Callable[[KernelConfig], bool], ...] = (
         lambda c: c.arch == "sm_75" and c.a == "int8",
         lambda c: c.arch == "sm_80" and c.a == "int8" and c.order == "stream_k",
@@ -79,7 +77,7 @@ def one_of_each() -> list[KernelConfig]:
     return [min(filter(each, kernels), key=cutlass_cpu.bytes_a_tile) for each in wanted]
 
 
-# The fast tier has those of two formats for one target.
+# The fast tier has the kernels of two formats for one target.
 KERNELS = tiers.chosen(
     [kernel for kernel in one_of_each() if kernel.arch == "sm_80" and kernel.a in ("int8", "bf16")],
     list(
@@ -106,8 +104,8 @@ def test_results_are_equal_to_the_last_bit(
 def test_kernels_on_cpu_equal_the_gpu_checks(
     libraries: dict[KernelConfig, Library], config: KernelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checks of tests/gpu, which share nothing with those of here: FP64, longer sums, values
-    that are not finite.
+    """Run the checks of tests/gpu, which are independent of this file: FP64, longer sums,
+    nonfinite values.
     """
     cutlass_cpu.as_a_gpu(libraries, monkeypatch)
     test_gemm.test_exact_sums_are_right_to_the_last_bit(config)
@@ -123,8 +121,8 @@ def test_scales_that_are_not_numbers_make_their_rows_so(
     a, b = cutlass_cpu.operands(config, m, n, k, torch.Generator().manual_seed(0))
     a_scale = torch.ones(m)
     a_scale[3] = torch.nan
-    found = cutlass_cpu.run(libraries[config], config, a, b, a_scale, torch.ones(()), None)
-    assert found[3].isnan().all() and found.isnan().sum() == n
+    result = cutlass_cpu.run(libraries[config], config, a, b, a_scale, torch.ones(()), None)
+    assert result[3].isnan().all() and result.isnan().sum() == n
 
 
 @pytest.mark.parametrize(
@@ -141,20 +139,20 @@ def test_scales_that_are_not_numbers_make_their_rows_so(
 def test_the_wrapper_around_a_kernel(
     libraries: dict[KernelConfig, Library], problem: GemmProblem
 ) -> None:
-    """What the operators call, with a kernel for tensor cores behind it: sizes filled up with
-    zeros, layouts changed, results cut out.
+    """Call a tensor-core kernel as the operators do: with zero padding, layout changes and cropped
+    results.
     """
     generator = torch.Generator().manual_seed(5)
-    for taken in padding.alternatives(problem):
+    for padded in padding.alternatives(problem):
         served = [
             config
             for config in KERNELS
-            if config.arch == "sm_80" and constraints.serves(config, taken) is None
+            if config.arch == "sm_80" and constraints.serves(config, padded) is None
         ]
         if served:
             break
     (config, *_) = served
-    assert isinstance(taken, GemmProblem)
+    assert isinstance(padded, GemmProblem)
     a, b = cutlass_cpu.operands(config, problem.m, problem.n, problem.k, generator)
     a = a if problem.a_major == "row" else a.t().contiguous().t()
     b = b if problem.b_major == "row" else b.t().contiguous().t()
@@ -168,7 +166,7 @@ def test_the_wrapper_around_a_kernel(
         a_scale, b_scale = a_scale[: problem.m].clone(), b_scale[: problem.n].clone()
     bias = torch.rand(problem.n, generator=generator) if problem.bias else None
     x = GemmProduct(a, b, a_scale, b_scale, bias)
-    found = launch.call_site(libraries[config], config, problem, taken, x)(x)
+    result = launch.call_site(libraries[config], config, problem, padded, x)(x)
     assert torch.equal(
-        found, emulation.gemm(a, b, a_scale, b_scale, bias, FORMATS[problem.out].dtype)
+        result, emulation.gemm(a, b, a_scale, b_scale, bias, FORMATS[problem.out].dtype)
     )

@@ -1,9 +1,7 @@
-"""Kernels for wgmma and TMA, run on the CPU: products and convolutions, each element of the result
-to the last bit.
+"""Bit-exact tests of GEMM and convolution kernels for wgmma and TMA, run on the CPU.
 
-The tier all has one kernel of each kind: of products each width of operands, integers and floats,
-each layout, schedule and order, and each convolution is met by one of them. The tier every has
-each pair of formats with each layout, schedule and order. Compiling is what takes time.
+The tier all has one GEMM kernel and one convolution kernel. The tier every has each pair of formats
+with each layout, schedule and order. Compilation dominates the run time.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ try:
 except ToolchainError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-# Whichever test is first compiles for all.
+# The first test compiles the kernels of all tests.
 pytestmark = [tiers.ALL, pytest.mark.timeout(3600)]
 
 
 def products() -> list[KernelConfig]:
-    """One kernel for each pair of operands, layouts, schedule and order."""
+    """Return one GEMM kernel for each pair of operands, layouts, schedule and order."""
     kinds = (
         ((c.a, c.b, c.a_major, c.b_major, c.schedule, c.order), c)
         for c in gemm_configs("sm_90a")
@@ -40,13 +38,13 @@ def products() -> list[KernelConfig]:
 
 
 def convolutions() -> list[KernelConfig]:
-    """One kernel for each product and its formats."""
+    """Return one convolution kernel for each operation and its formats."""
     kinds = (((c.operation, c.a, c.out), c) for c in conv_configs("sm_90a") if codegen.on_hopper(c))
     return cutlass_cpu.smallest(kinds)
 
 
 def kind(c: KernelConfig) -> object:
-    """What of a format is in a kernel's text: how wide operands are, which decides tiles and
+    """Return the format properties in a kernel's source: the operand width, which decides tiles and
     swizzles, and whether sums are integers.
     """
     return size_of(c.a), c.a == "int8"
@@ -62,13 +60,13 @@ def facts_of_a_product(c: KernelConfig) -> Iterable[object]:
 
 
 def facts_of_a_convolution(c: KernelConfig) -> Iterable[object]:
-    """Of formats products have each kind: a convolution differs from them in how its operands are
-    loaded.
+    """Return only the operation: GEMM kernels cover the kinds of formats, and convolutions differ
+    from them only in how operands are loaded.
     """
     return (("operation", c.operation),)
 
 
-# A kernel compiles for 50 s.
+# A kernel compiles in 50 s.
 PRODUCTS = tiers.chosen([], cutlass_cpu.covering(products(), facts_of_a_product)[:1], products())
 CONVOLUTIONS = tiers.chosen(
     [], cutlass_cpu.covering(convolutions(), facts_of_a_convolution)[:1], convolutions()

@@ -1,11 +1,10 @@
-"""The CUDA quantizer equals the reference to the last bit, without a GPU: its sources, kernels and
-launches and all, compiled for the CPU.
+"""The CUDA quantizer, kernels and launches compiled for the CPU, compared bit for bit with the
+reference.
 
-tests/support/cuda/on_cpu/cuda_on_cpu.h runs every thread of a threadblock as a context of its own,
-so what is tested is the code that nvcc
-compiles: the tiles and their tails, the parts of the reduction, the workspace. What only a GPU can
-    show, such as the rounding modes of its additions, is left to the tests that have one; single
-    values are in test_cuda_rounding.py.
+tests/support/cuda/on_cpu/cuda_on_cpu.h runs every thread of a threadblock as a separate context, so
+the tests run the code that nvcc compiles: tiles and tails, parts of the reduction, the workspace.
+The tests on a GPU cover properties of the hardware, such as the rounding modes of its additions.
+test_cuda_rounding.py tests single values.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ every_pair = pytest.mark.parametrize(
 
 @pytest.fixture(scope="session")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """Compiles the unit of a pair with the host's compiler."""
+    """Return a function that compiles the unit of a pair with the host compiler."""
     folder = tmp_path_factory.mktemp("quantizer")
 
     @functools.cache
@@ -89,7 +88,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of the quantizer; `offset`: bytes by which outputs are off a multiple of 64."""
+    """Options of a quantizer call; `offset`: bytes by which outputs are off a multiple of 64."""
 
     fmt: str
     rounding: str
@@ -102,7 +101,7 @@ class Case:
 
 def arguments(x: Tensor, case: Case, /, **changed: Any) -> QuantizeArguments:
     kind = next(name for name, dtype in DTYPES.items() if dtype == x.dtype)
-    found = {
+    fields = {
         "x": x.data_ptr(),
         "rows": x.shape[0],
         "columns": x.shape[1],
@@ -114,13 +113,13 @@ def arguments(x: Tensor, case: Case, /, **changed: Any) -> QuantizeArguments:
         "group": case.group,
         "multiprocessors": 3,
     }
-    return QuantizeArguments(**found | changed)
+    return QuantizeArguments(**fields | changed)
 
 
 def run(
     library: ctypes.CDLL, x: Tensor, case: Case, **changed: Any
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Returns q, its transpose and the scales, after a look at the memory around them."""
+    """Return q, its transpose and the scales; assert that the memory around them is unchanged."""
     (rows, columns), dtype = x.shape, precision(case.fmt).dtype
     sizes = x.numel(), x.numel() if case.transposed else 0, 4 * (1, rows, columns)[case.group]
     memories = [torch.full((size + 256,), SENTINEL, dtype=torch.uint8) for size in sizes]
@@ -134,24 +133,24 @@ def run(
     )
     key = torch.tensor([case.seed])
     outputs = {"q": q, "qt": qt if case.transposed else 0, "scale": scale, "seed": key.data_ptr()}
-    given_ = arguments(x, case, **outputs, **changed)
-    assert library.qsync_can_implement(ctypes.byref(given_)) == 0
-    size = library.qsync_workspace(ctypes.byref(given_))
+    request = arguments(x, case, **outputs, **changed)
+    assert library.qsync_can_implement(ctypes.byref(request)) == 0
+    size = library.qsync_workspace(ctypes.byref(request))
     workspace = torch.full((size + 64,), SENTINEL, dtype=torch.uint8)
-    status = library.qsync_run(ctypes.byref(given_), ctypes.c_void_p(workspace.data_ptr()), None)
+    status = library.qsync_run(ctypes.byref(request), ctypes.c_void_p(workspace.data_ptr()), None)
     assert status == 0, library.qsync_error(status)
     assert (workspace[size:] == SENTINEL).all()
-    found = []
+    results = []
     for memory, start, length in zip(memories, starts, sizes, strict=True):
         assert (memory[:start] == SENTINEL).all()
         assert (memory[start + length :] == SENTINEL).all()
-        found.append(memory[start : start + length].clone())
-    turned = found[1].view(dtype).view(columns, rows) if case.transposed else None
-    return found[0].view(dtype).view(rows, columns), turned, found[2].view(torch.float32)
+        results.append(memory[start : start + length].clone())
+    transpose = results[1].view(dtype).view(columns, rows) if case.transposed else None
+    return results[0].view(dtype).view(rows, columns), transpose, results[2].view(torch.float32)
 
 
 def expected(x: Tensor, case: Case) -> tuple[Tensor, Tensor]:
-    """`reference.quantize` with the random numbers that it has on CUDA devices."""
+    """Return the result of `reference.quantize` with its random numbers on CUDA devices."""
     row, mode = precision(case.fmt), rounding_mode(case.rounding)
     scale = reference.scales(x, row, KEEP[case.group])
     q = torch.empty(x.shape, dtype=row.dtype)
@@ -166,9 +165,9 @@ def check(library: ctypes.CDLL, x: Tensor, case: Case, **changed: Any) -> None:
     q, qt, scale = run(library, x, case, **changed)
     wanted, scales = expected(x, case)
     torch.testing.assert_close(scale, scales.reshape(-1), rtol=0, atol=0, equal_nan=True)
-    places = (q.view(torch.uint8) != wanted.view(torch.uint8)).nonzero()[:3].tolist()
-    assert not places, [
-        (row, column, float(x[row, column]), float(q[row, column])) for row, column in places
+    differences = (q.view(torch.uint8) != wanted.view(torch.uint8)).nonzero()[:3].tolist()
+    assert not differences, [
+        (row, column, float(x[row, column]), float(q[row, column])) for row, column in differences
     ]
     if qt is not None:
         assert torch.equal(qt.view(torch.uint8), q.t().contiguous().view(torch.uint8))
@@ -176,8 +175,8 @@ def check(library: ctypes.CDLL, x: Tensor, case: Case, **changed: Any) -> None:
 
 @st.composite
 def matrices(draw: st.DrawFn, dtype: torch.dtype) -> Tensor:
-    """Matrices of all shapes, with and without gaps between rows, of all magnitudes, with and
-    without zeros, NaN and Inf.
+    """Draw a matrix of any shape and magnitude, with or without gaps between rows, zeros, NaN and
+    Inf.
     """
     rows = draw(
         st.one_of(st.integers(1, 20), st.integers(1, 300), st.sampled_from([16, 128, 144, 256]))
@@ -240,8 +239,8 @@ def test_equals_the_reference(
 def test_result_does_not_depend_on_the_device(
     on_cpu: Compiled, group: int, transposed: bool
 ) -> None:
-    """However many multiprocessors cut the work: several parts of the reduction, several tiles a
-    threadblock, one.
+    """Vary the number of multiprocessors, which decides the parts of the reduction and the tiles
+    per threadblock.
     """
     library, x = on_cpu("bf16", "int8"), torch.randn(3, 4000 if group == 1 else 200).bfloat16()
     x = x if group == 1 else x.repeat(100, 1)
@@ -249,8 +248,8 @@ def test_result_does_not_depend_on_the_device(
     sizes = set()
     for multiprocessors in (0, 1, 2, 16):
         check(library, x, case, multiprocessors=multiprocessors)
-        given_ = arguments(x, case, q=64, scale=64, seed=64, multiprocessors=multiprocessors)
-        sizes.add(library.qsync_workspace(ctypes.byref(given_)))
+        request = arguments(x, case, q=64, scale=64, seed=64, multiprocessors=multiprocessors)
+        sizes.add(library.qsync_workspace(ctypes.byref(request)))
     assert len(sizes) > 1, "the work was never cut in another way"
 
 
@@ -285,13 +284,13 @@ def test_no_elements(
 )
 def test_wrong_arguments(on_cpu: Compiled, changed: dict[str, int], message: str) -> None:
     library, x = on_cpu("bf16", "int8"), torch.ones(8, 8, dtype=torch.bfloat16)
-    given_ = arguments(x, Case("int8", "nearest"), **{"q": 64, "scale": 64, "seed": 64, **changed})
+    request = arguments(x, Case("int8", "nearest"), **{"q": 64, "scale": 64, "seed": 64, **changed})
     for status in (
-        library.qsync_can_implement(ctypes.byref(given_)),
-        library.qsync_run(ctypes.byref(given_), None, None),
+        library.qsync_can_implement(ctypes.byref(request)),
+        library.qsync_run(ctypes.byref(request), None, None),
     ):
         assert library.qsync_error(status).decode().startswith(message)
-    assert library.qsync_workspace(ctypes.byref(given_)) == 0
+    assert library.qsync_workspace(ctypes.byref(request)) == 0
 
 
 def test_a_workspace_that_is_missing(on_cpu: Compiled) -> None:
@@ -300,14 +299,14 @@ def test_a_workspace_that_is_missing(on_cpu: Compiled) -> None:
         torch.ones(8, 8, dtype=torch.bfloat16),
         torch.zeros(1),
     )
-    given_ = arguments(x, Case("int8", "nearest"), q=64, scale=scale.data_ptr())
-    assert library.qsync_run(ctypes.byref(given_), None, None) != 0
+    request = arguments(x, Case("int8", "nearest"), q=64, scale=scale.data_ptr())
+    assert library.qsync_run(ctypes.byref(request), None, None) != 0
 
 
 @tiers.ALL
 def test_compiles_for_the_device(tmp_path: Path) -> None:
-    """No kernel spills or has a stack, which `compiler.attempt` refuses; and the library answers
-    where there is no device.
+    """Check that the library works without a device; `compiler.attempt` refuses kernels with spills
+    or a stack.
     """
     try:
         toolchain.toolchain()
@@ -317,9 +316,9 @@ def test_compiles_for_the_device(tmp_path: Path) -> None:
     unit = codegen.quantizer("sm_90a", x_type, fmt)
     loaded = libraries.load(build([unit], progress=False, folder=tmp_path)[unit], unit)
     x, case = torch.ones(64, 64, dtype=DTYPES[x_type]), Case(fmt, "stochastic")
-    given_ = arguments(x, case, q=64, scale=64, seed=64)
-    assert loaded.can_implement(given_) is None
-    assert loaded.workspace(given_) == 4 * 2
+    request = arguments(x, case, q=64, scale=64, seed=64)
+    assert loaded.can_implement(request) is None
+    assert loaded.workspace(request) == 4 * 2
     assert (
         loaded.can_implement(arguments(x, case, q=64, scale=64))
         == "a pointer that is missing or not aligned to its elements"

@@ -1,8 +1,8 @@
-"""The CUDA kernels' arithmetic, one value at a time: division, rounding, random numbers. Compiled
-for the CPU and held against torch.
+"""Scalar arithmetic of the CUDA kernels, compiled for the CPU and compared with torch: division,
+rounding, random numbers.
 
-Whole matrices are in test_cuda_quantizer.py. What is here is rare there: quotients next to ties,
-fractions next to the random number they are compared with, scales at the end of the range.
+The inputs are cases that are rare in the matrices of test_cuda_quantizer.py: quotients next to
+ties, fractions next to the random number of their comparison, scales at the limits of the range.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def pointer(t: Tensor) -> ctypes.c_void_p:
 
 
 def floats(n: int, generator: torch.Generator, low: int = -149, high: int = 127) -> Tensor:
-    """Returns FP32 numbers of every exponent and both signs, some with few bits, so that quotients
-    come near ties.
+    """Return FP32 numbers of every exponent and both signs, some with few bits, so that quotients
+    are near ties.
     """
     exponent = torch.randint(low, high + 1, (n,), generator=generator)
     mantissa = 1 + torch.randint(0, 1 << 23, (n,), generator=generator).double() * 2.0**-23
@@ -79,30 +79,32 @@ def fresh(seed: int) -> torch.Generator:
 @settings(max_examples=10)
 @given(seed=SEEDS)
 def test_quotients_are_rounded_correctly(functions: ctypes.CDLL, seed: int) -> None:
-    """Down to 2**-34, below which no rounding sees a difference, and from where scales begin."""
+    """Check quotients from 2**-34, below which rounding does not depend on the value, for scales
+    from 2**-126.
+    """
     generator = fresh(seed)
     scale = floats(N, generator, -126, 109).abs()
     scale[:64] = 2.0**-126
     x = (scale.double() * floats(N, generator, -40, 16).double()).float()
-    # Products of short numbers: their quotients, but for one last bit, are ties.
+    # Products of numbers with few bits: the quotients are ties, up to the last bit.
     half = N // 2
     x[:half] = (
         scale[:half].double() * (torch.randint(1, 1 << 12, (half,), generator=generator) + 0.5)
     ).float()
-    found, wanted = torch.empty(N), x / scale
-    functions.quotients(ctypes.c_int64(N), pointer(x), pointer(scale), pointer(found))
+    quotients, wanted = torch.empty(N), x / scale
+    functions.quotients(ctypes.c_int64(N), pointer(x), pointer(scale), pointer(quotients))
     large = wanted.abs() >= 2.0**-34
     assert large.sum() > N // 2
-    assert torch.equal(found[large], wanted[large])
-    assert (found[~large].abs() < 2.0**-33).all()
+    assert torch.equal(quotients[large], wanted[large])
+    assert (quotients[~large].abs() < 2.0**-33).all()
 
 
 def rounded(
     functions: ctypes.CDLL, fmt: str, rounding: str, x: Tensor, scale: Tensor, sixteen: Tensor
 ) -> Tensor:
     out = torch.empty(x.numel(), dtype=torch.uint8)
-    how = QUANTIZER_FORMATS[fmt], ROUNDINGS[rounding], ctypes.c_int64(x.numel())
-    functions.round_each(*how, pointer(x), pointer(scale), pointer(sixteen), pointer(out))
+    options = QUANTIZER_FORMATS[fmt], ROUNDINGS[rounding], ctypes.c_int64(x.numel())
+    functions.round_each(*options, pointer(x), pointer(scale), pointer(sixteen), pointer(out))
     return out
 
 
@@ -113,10 +115,10 @@ def assert_rounded(
     random = (sixteen.float() + 0.5) * 2.0**-16
     value = reference.to_grid(x / scale, row, mode, random if rounding == "stochastic" else None)
     wanted = value.to(row.dtype).view(torch.uint8)
-    found = rounded(functions, fmt, rounding, x, scale, sixteen.to(torch.uint16))
-    wrong = (found != wanted).nonzero().flatten()[:3].tolist()
+    result = rounded(functions, fmt, rounding, x, scale, sixteen.to(torch.uint16))
+    wrong = (result != wanted).nonzero().flatten()[:3].tolist()
     assert not wrong, [
-        (float(x[i]), float(scale[i]), int(sixteen[i]), int(found[i]), int(wanted[i]))
+        (float(x[i]), float(scale[i]), int(sixteen[i]), int(result[i]), int(wanted[i]))
         for i in wrong
     ]
 
@@ -128,7 +130,7 @@ def assert_rounded(
 def test_values_of_every_size(functions: ctypes.CDLL, fmt: str, rounding: str, seed: int) -> None:
     generator = fresh(seed)
     scale = floats(N, generator, -126, 110).abs()
-    # No value is larger than the one that its scale comes from.
+    # Values do not exceed the maximum that their scale is computed from.
     largest = (scale.double() * precision(fmt).max).float()
     assert ((largest / precision(fmt).max) <= scale * (1 + 2.0**-23)).all()
     x = (largest.double() * floats(N, generator, -40, -1).double()).float()
@@ -145,8 +147,8 @@ def test_values_of_every_size(functions: ctypes.CDLL, fmt: str, rounding: str, s
 def test_values_next_to_where_the_rounding_turns(
     functions: ctypes.CDLL, fmt: str, rounding: str, seed: int
 ) -> None:
-    """Each is a number of the format plus a part of its step: the random number, a half, or
-    nothing; or a neighbour of that.
+    """Check numbers of the format plus a fraction of a step (the random number, 1/2 or 0), and the
+    FP32 neighbours of the sums.
     """
     generator, row = fresh(seed), precision(fmt)
     sixteen = torch.randint(0, 1 << 16, (N,), generator=generator)
@@ -192,17 +194,17 @@ def test_exact_values_are_unchanged(functions: ctypes.CDLL, fmt: str) -> None:
         for rounding in ROUNDINGS:
             words = torch.full(every.shape, sixteen)
             assert_rounded(functions, fmt, rounding, every, torch.ones_like(every), words)
-            found = rounded(
+            result = rounded(
                 functions, fmt, rounding, every, torch.ones_like(every), words.to(torch.uint16)
             )
-            assert torch.equal(found.view(row.dtype).float(), every)
+            assert torch.equal(result.view(row.dtype).float(), every)
 
 
 def test_every_half(functions: ctypes.CDLL) -> None:
-    found = torch.empty(65536)
-    functions.widen_halves(pointer(found))
+    result = torch.empty(65536)
+    functions.widen_halves(pointer(result))
     wanted = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @given(words=st.lists(st.integers(0, 2**32 - 1), min_size=6, max_size=6))
@@ -230,5 +232,5 @@ def test_elements_have_the_numbers_of_the_mirror(
         ctypes.c_uint32(stream),
         pointer(out),
     )
-    found = (out[:n].int().float() + 0.5) * 2.0**-16
-    assert torch.equal(found, philox.uniform(torch.empty(n), torch.tensor(seed), stream))
+    result = (out[:n].int().float() + 0.5) * 2.0**-16
+    assert torch.equal(result, philox.uniform(torch.empty(n), torch.tensor(seed), stream))

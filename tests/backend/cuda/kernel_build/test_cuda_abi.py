@@ -1,5 +1,5 @@
-"""The C interface of kernels is the same in Python and in C++: sizes, offsets and the version, from
-the host compiler itself.
+"""The C ABI of kernels in Python, compared with C++: sizes, offsets and version from the host
+compiler.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ COMPILER = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
 
 def numbers_of(structure: type[ctypes.Structure]) -> list[int]:
     names = [field[0] for field in structure._fields_]
-    places = [getattr(structure, name) for name in names]
+    fields = [getattr(structure, name) for name in names]
     return [
         ctypes.sizeof(structure),
-        *(number for place in places for number in (place.offset, place.size)),
+        *(number for place in fields for number in (place.offset, place.size)),
     ]
 
 
@@ -70,8 +70,8 @@ def test_both_sides_agree(tmp_path: Path) -> None:
         str(source),
     ]
     subprocess.run(command, check=True)
-    told = subprocess.run(
+    output = subprocess.run(
         [str(program)], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     expected = [*(numbers_of(structure) for structure in STRUCTURES), [library.VERSION]]
-    assert [list(map(int, line.split())) for line in told] == expected
+    assert [list(map(int, line.split())) for line in output] == expected

@@ -1,5 +1,5 @@
-"""Compilers as processes: one compiles where two want a library, none outlives an interrupt, as
-many run as memory holds.
+"""Compiler processes: locks between processes, interrupts, and the limit of concurrent compilers by
+memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ print(*build([small_unit("raced"), small_unit("raced_too")]).values(), sep="\\n"
 """
 
 WAITS_FOR_TWO = "for i in $(seq 3000); do [ $(ls '{}' | wc -l) -ge 2 ] && break; sleep 0.05; done"
-"""Ends, too, where there will never be two."""
+"""Shell command that waits for two files, with a timeout."""
 
 
 def builder() -> subprocess.Popen[str]:
@@ -60,8 +60,8 @@ def builder() -> subprocess.Popen[str]:
 def test_one_of_two_processes_compiles(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Compilers wait until both processes have looked into the cache, or the second would only find
-    # there what the first has made.
+    # Compilers wait until both processes have read the cache. Otherwise the second process would
+    # find the libraries of the first.
     wanted = tmp_path / "wanted"
     wanted.mkdir()
     monkeypatch.setenv("WANTED", str(wanted))
@@ -78,10 +78,12 @@ def test_one_of_two_processes_compiles(
 def test_waiting_for_another_process_is_reported_once(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    taken = [False] * 12
+    lock_results = [False] * 12
     acquired = compiler._acquired
     monkeypatch.setattr(
-        compiler, "_acquired", lambda *given: taken.pop() if taken else acquired(*given)
+        compiler,
+        "_acquired",
+        lambda *arguments: lock_results.pop() if lock_results else acquired(*arguments),
     )
     monkeypatch.setattr(compiler, "_LONG", 0.1)
     monkeypatch.setenv("RANK", "3")
@@ -125,11 +127,11 @@ def test_interrupt_leaves_no_files(
         time.sleep(0.05)
     assert list((home / "kernels").glob(".build-*"))
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=200)
-    assert "KeyboardInterrupt" in said
+    _, stderr = process.communicate(timeout=200)
+    assert "KeyboardInterrupt" in stderr
     assert calls() >= 1
     assert nothing_is_left(home)
-    # A process that was killed is gone soon, not at once.
+    # A killed process ends after a delay.
     until = time.monotonic() + 30
     while any(alive(int(pid)) for pid in pids.read_text().split()):
         assert time.monotonic() < until, "a compiler goes on running"
@@ -138,7 +140,7 @@ def test_interrupt_leaves_no_files(
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended but was not yet waited for does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:

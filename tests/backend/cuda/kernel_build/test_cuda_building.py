@@ -1,4 +1,4 @@
-"""What surrounds a compiler: its report, how many run at once."""
+"""Reports of the kernel compiler, and the limit of concurrent compilers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qsync_fx.errors import OptionError
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that shares the machine with no other of its job, and was told nothing."""
+    """Unset the variables that change the limit of compilers."""
     for name in ("QSYNC_BUILD_JOBS", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -56,12 +56,12 @@ def test_unusable_kernels_are_refused() -> None:
     assert compiler.complaint("ptxas info    : 0 bytes gmem\n") == "it contains no kernel"
 
 
-# How many compilers at once.
+# Limit of concurrent compilers.
 
 
 def test_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = compiler.job_limit()
-    assert alone >= 1
+    default = compiler.job_limit()
+    assert default >= 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
     assert compiler.job_limit() == 1
     monkeypatch.setenv("QSYNC_BUILD_JOBS", "7")

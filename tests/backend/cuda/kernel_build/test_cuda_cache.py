@@ -1,4 +1,4 @@
-"""Building, keeping and loading libraries: real nvcc on units of a few lines."""
+"""Builds, cache and loads of kernel libraries, with nvcc on units of a few lines."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ def test_a_library_answers(home: Path) -> None:
 
 
 def test_compiled_libraries_stay_loaded(home: Path, tmp_path: Path) -> None:
-    """On a GPU, a library that was loaded to look at it, unloaded, and loaded again died or hung
-    when it was started.
+    """Check that another process inspects the library: on a GPU, a library that was loaded, unloaded
+    and loaded again crashed or hung at launch.
     """
-    ran = tmp_path / "ran"
-    tells = f"""
+    log = tmp_path / "ran"
+    constructor = f"""
 #include <cstdio>
 #include <unistd.h>
 __attribute__((constructor)) static void loaded() {{
-    if (std::FILE *file = std::fopen("{ran}", "a")) {{ std::fprintf(file, "%d\\n", int(getpid())); std::fclose(file); }}
+    if (std::FILE *file = std::fopen("{log}", "a")) {{ std::fprintf(file, "%d\\n", int(getpid())); std::fclose(file); }}
 }}
 """
     unit = small_unit("tells")
-    unit = dataclasses.replace(unit, source=unit.source + tells)
+    unit = dataclasses.replace(unit, source=unit.source + constructor)
     path = build([unit])[unit]
-    looked = [int(line) for line in ran.read_text().split()]
-    assert len(looked) == 1
-    assert os.getpid() not in looked
+    inspector_pids = [int(line) for line in log.read_text().split()]
+    assert len(inspector_pids) == 1
+    assert os.getpid() not in inspector_pids
     library.load(path, unit)
-    assert os.getpid() in [int(line) for line in ran.read_text().split()]
+    assert os.getpid() in [int(line) for line in log.read_text().split()]
 
 
 OUTLIVES = """
@@ -97,24 +97,24 @@ print("answered")
     ],
 )
 def test_a_library_outlives_its_file(home: Path, change: str) -> None:
-    """Copied over in place, as cp does, or truncated: the process that has it loaded computes on
-    and exits.
+    """Overwrite the file in place, as cp does, truncate or delete it: a process that has loaded it
+    works on and exits.
     """
     script = OUTLIVES.format(change=change)
     python = [sys.executable, "-c", script, str(entry_of(home).library)]
-    around = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
-    done = subprocess.run(python, env=around, capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
+    done = subprocess.run(python, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "answered\n"), done.stderr
 
 
 def test_manifest_content(home: Path) -> None:
-    found = entry_of(home).manifest
-    assert (found.name, found.arch, found.refused) == ("small", "sm_80", "")
-    assert 0 < found.resources.registers < 40
-    assert (found.resources.stack, found.resources.spills) == (0, 0)
-    assert found.seconds > 0
-    assert abs(found.created - time.time()) < 3600
-    assert found.compilers.startswith(
+    manifest = entry_of(home).manifest
+    assert (manifest.name, manifest.arch, manifest.refused) == ("small", "sm_80", "")
+    assert 0 < manifest.resources.registers < 40
+    assert (manifest.resources.stack, manifest.resources.spills) == (0, 0)
+    assert manifest.seconds > 0
+    assert abs(manifest.created - time.time()) < 3600
+    assert manifest.compilers.startswith(
         f"nvcc {toolchain.dotted(TOOLS.nvcc.version)}, host compiler "
     )
 
@@ -186,7 +186,7 @@ def test_digest_of_headers_follows_their_contents(tmp_path: Path) -> None:
     assert headers_digest(headers) != first
 
 
-# Failing.
+# Failures.
 
 
 def test_a_source_that_does_not_compile(home: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_source_that_does_not_compile(home: Path) -> None:
     assert isinstance(error, ToolchainError)
     assert 'identifier "nowhere_defined" is undefined' in str(error)
     assert nothing_is_left(home)
-    # The command that the error shows can be run, and says the same.
+    # The command in the error message reproduces the error.
     assert error.where is not None
     again = subprocess.run(error.where, shell=True, capture_output=True, text=True, check=False)
     assert again.returncode != 0
@@ -268,8 +268,8 @@ def test_ahead_of_time_kernels_are_used_without_a_compiler(
 
 
 def test_separate_cache_folder(home: Path, tmp_path: Path, calls: Callable[[], int]) -> None:
-    """What `qsync kernels build --output` does: the folder holds all of it, whatever the
-    cache has.
+    """Build into a folder as `qsync kernels build --output` does: also units that are in the
+    cache.
     """
     path = build([UNIT], folder=tmp_path / "to carry")[UNIT]
     assert path.is_relative_to(tmp_path / "to carry")

@@ -1,6 +1,4 @@
-"""Libraries and manifests that are damaged or of somebody else: each is as if it were not there,
-and is built anew.
-"""
+"""Damaged libraries and manifests in the kernel cache: lookups ignore them, builds replace them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where libraries are kept: whose folders are trusted, which are refused, what is swept."""
+"""Folders of the kernel cache: location, permissions, removal of stale files."""
 
 from __future__ import annotations
 

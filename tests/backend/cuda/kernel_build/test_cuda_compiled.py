@@ -1,9 +1,8 @@
-"""A sample of all kernels, compiled: none spills, each has its instruction. `make
-test-cuda-compile` compiles every one.
+"""A sample of compiled kernels: each has its instruction and no register spills.
 
-Of some architectures the stand-in for the runtime (test_cuda_stand_in) has one of each operation
-compiled, and its checks are the same: a sample of those is in the tier every, and so is one of
-sm_86, all of whose kernels sm_89 has, too.
+`make test-cuda-compile` compiles all kernels. For some architectures test_cuda_stand_in.py makes
+the same checks on one kernel of each operation, so their samples are in the tier every. This also
+applies to sm_86, because sm_89 has all of its kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tests.support.cuda.compiled import cuda_compile_all
 pytestmark = [tiers.ALL, pytest.mark.timeout(1800)]
 
 COUNT = tiers.chosen([1], [2], [50])[0]
-"""Kernels of each architecture; ten seconds each, if there are few."""
+"""Number of kernels of each architecture; a kernel compiles in about ten seconds."""
 ELSEWHERE = {"sm_75", "sm_80", "sm_86", "sm_90a"}
 
 

@@ -1,4 +1,4 @@
-"""CUDA's runtime, which libraries want: found where the system does not look for it."""
+"""Search for the CUDA runtime of kernel libraries outside the system's library path."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ TOOLS = tools_or_skip()
 def test_runtime_is_found_outside_the_system_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A runtime of a version that no machine has, as torch brings it along in a folder of
-    its own.
-    """
+    """Load a runtime of a version that does not exist, from a folder as in torch's wheels."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "one.c").write_text("int cuda_of_test(void) { return 41; }")
     (tmp_path / "two.c").write_text(

@@ -1,9 +1,9 @@
-"""What kernels ask of CUDA, on a runtime that is not there: grids, shared memory, clusters, tensor
-maps, the stream, and nothing else.
+"""CUDA calls of kernels, checked by a stand-in for the runtime: grids, shared memory, clusters,
+tensor maps, the stream, and no other calls.
 
-The fast tier runs a quantizer and a copy, the tier all a kernel of each operation and order as
-well, not for each target, and the tier every one of each kind for each target. Compiling is what
-takes time, of large tiles most.
+The fast tier runs a quantizer and a copy. The tier all adds a kernel of each operation and order
+for some targets, the tier every one of each kind for each target. Compilation dominates the run
+time, mostly of large tiles.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.cuda.stand_ins.stand_in import Call
 
 TOOLS = kernel_caches.tools_or_skip()
 SOMEWHERE = 1 << 20
-"""An address: nothing is read or written."""
+"""Address of tensors, whose memory is not accessed."""
 
 ARCHITECTURES = list(dict.fromkeys(BY_CAPABILITY.values()))
 
@@ -43,7 +43,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pointers(*names: str) -> dict[str, int]:
-    return {name: SOMEWHERE * (at + 1) for at, name in enumerate(names)}
+    return {name: SOMEWHERE * (index + 1) for index, name in enumerate(names)}
 
 
 def quantized(rows: int, columns: int, group: int = 0) -> dict[str, int]:
@@ -90,25 +90,25 @@ def plain(arch: Arch) -> list[tuple[TranslationUnit, dict[str, int]]]:
 
 
 def products(arch: Arch, whole: bool) -> list[tuple[KernelConfig, dict[str, int]]]:
-    """Kernels on sizes from one tile to many: those of `one_of_each`; with `whole` one for each
-    pair of formats and layout, too.
+    """Return kernels with sizes from one tile to many: one for each operation and order, with
+    `whole` also for each format, schedule and layout.
     """
     chosen: dict[tuple[object, ...], KernelConfig] = {}
     for config in candidates.all_configs(arch) if whole else one_of_each(arch):
         more = (config.a, config.schedule, config.a_major, config.b_major) if whole else ()
         chosen.setdefault((config.operation, config.order, *more), config)
     return [
-        (config, given)
+        (config, fields)
         for config in chosen.values()
-        for given in (_gemms(config) if config.operation == "gemm" else _convs(config))
+        for fields in (_gemms(config) if config.operation == "gemm" else _convs(config))
     ]
 
 
 def one_of_each(arch: Arch) -> list[KernelConfig]:
-    """The kernels that are looked at first: on Hopper those that it has alone, and elsewhere small
-    ones, on sm_75 in one order.
+    """Return the preferred kernels: on Hopper only its own, on other targets small tiles first, on
+    sm_75 in one order.
 
-    Hopper's gradient of the input is launched as its convolution is: tests/backend/cuda/source
+    Hopper's dgrad is omitted, because it is launched like fprop: test_cuda_hopper_on_cpu.py
     computes it on the CPU.
     """
     every = candidates.all_configs(arch)
@@ -130,10 +130,10 @@ def one_of_each(arch: Arch) -> list[KernelConfig]:
 
 
 def _gemms(config: KernelConfig) -> list[dict[str, int]]:
-    found = []
+    cases = []
     for m, n, k in ((128, 128, 128), (16, 16, 64), (4096, 8192, 1024), (65536 * 16, 128, 64)):
         lda, ldb = (k if config.a_major == "row" else m), (k if config.b_major == "column" else n)
-        found.append(
+        cases.append(
             {
                 **pointers("a", "b", "d"),
                 "lda": lda,
@@ -146,11 +146,11 @@ def _gemms(config: KernelConfig) -> list[dict[str, int]]:
                 "multiprocessors": 40,
             }
         )
-    return found
+    return cases
 
 
 def _convs(config: KernelConfig) -> list[dict[str, int]]:
-    found = []
+    cases = []
     for n, size, c, k in ((2, 14, 64, 128), (64, 56, 64, 64)):
         stride = 2 if config.operation == "dgrad" and config.strided else 1
         out = (size + 2 - 3) // stride + 1
@@ -163,10 +163,10 @@ def _convs(config: KernelConfig) -> list[dict[str, int]]:
             "dilation_h": 1,
             "dilation_w": 1,
         }
-        found.append(
+        cases.append(
             {**pointers("a", "b", "d"), **sizes, **window, "split": 1, "multiprocessors": 40}
         )
-    return found
+    return cases
 
 
 @functools.cache
@@ -193,8 +193,8 @@ def check(
 @pytest.mark.parametrize("arch", ["sm_75"])
 def test_a_quantizer_and_a_copy(runtime: Path, arch: Arch) -> None:
     answers = check(runtime, plain(arch))
-    # One kernel finds the largest magnitude and one rounds, for one scale; a second pass joins
-    # parts where there are many scales.
+    # One kernel computes the maximum magnitude and one rounds. With many scales, another kernel
+    # combines partial maxima.
     assert {len(answer["lines"]) for answer in answers} <= {1, 2, 3}
 
 
@@ -213,13 +213,13 @@ def test_every_kind_of_kernel(runtime: Path, arch: Arch) -> None:
 
 
 def judge(runtime: Path, arch: Arch, whole: bool) -> None:
-    given = [(codegen.unit_of(config), fields) for config, fields in products(arch, whole)]
-    answers = check(runtime, [*(plain(arch) if whole else ()), *given])
+    chosen = [(codegen.unit_of(config), fields) for config, fields in products(arch, whole)]
+    answers = check(runtime, [*(plain(arch) if whole else ()), *chosen])
     lines = [line for answer in answers for line in answer["lines"]]
     assert any(line.startswith("map") for line in lines) is (arch == "sm_90a"), (
         "Hopper's kernels have tensor maps, and no others"
     )
-    shared = [int(found[1]) for line in lines if (found := re.search(r"shared (\d+)", line))]
+    shared = [int(match[1]) for line in lines if (match := re.search(r"shared (\d+)", line))]
     assert max(shared) > 48 << 10 or arch == "sm_75", (
         "some kernels ask for more than a launch has by default"
     )
@@ -230,9 +230,9 @@ class Dim3(ctypes.Structure):
 
 
 def test_the_stand_in_does_complain(tmp_path: Path) -> None:
-    """Else the tests above could not fail.
+    """Check that the stand-in reports errors; without reports the tests above cannot fail.
 
-    It is loaded into this process, whose other tests want the runtime itself.
+    The library has its own name, because other tests load the real runtime into this process.
     """
     library = ctypes.CDLL(str(stand_in.runtime(tmp_path, "libcudart_apart.so.1")))
     library.stand_in_lines.restype = ctypes.c_char_p

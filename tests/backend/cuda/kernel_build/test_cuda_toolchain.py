@@ -1,5 +1,5 @@
-"""Finding nvcc, the host compiler and CUTLASS, on machines that this one is not: programs here are
-scripts that tell a version.
+"""Search for nvcc, the host compiler and CUTLASS on simulated machines, whose programs are scripts
+that print a version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with nothing: no variable, an empty PATH, no toolkit in the usual place."""
+    """Simulate a machine without variables, programs in PATH, or a toolkit in the usual folder."""
     for name in VARIABLES.split():
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "path").mkdir()
@@ -75,11 +75,11 @@ def test_toolchain_is_complete(bare: Path, monkeypatch: pytest.MonkeyPatch) -> N
     nvcc(bare / "path/nvcc")
     program(bare / "path/g++", "12.2.0")
     monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(cutlass(bare / "a checkout")))
-    found = toolchain.toolchain()
-    assert found.nvcc == ToolProgram(bare / "path/nvcc", (13, 0, 88))
-    assert found.host == ToolProgram(bare / "path/g++", (12, 2, 0))
-    assert found.cutlass.version == (4, 2, 0)
-    assert [path.relative_to(bare).as_posix() for path in found.cutlass.folders] == [
+    tools = toolchain.toolchain()
+    assert tools.nvcc == ToolProgram(bare / "path/nvcc", (13, 0, 88))
+    assert tools.host == ToolProgram(bare / "path/g++", (12, 2, 0))
+    assert tools.cutlass.version == (4, 2, 0)
+    assert [path.relative_to(bare).as_posix() for path in tools.cutlass.folders] == [
         "a checkout/include",
         "a checkout/tools/util/include",
     ]
@@ -133,7 +133,7 @@ def test_unsupported_host_compiler_falls_back_to_a_supported_one(
     assert toolchain.host_compiler(cuda) == ToolProgram(bare / "path/g++-12", (12, 2, 0))
     program(bare / "path/g++-14", "14.2.0")
     assert toolchain.host_compiler(cuda).version == (14, 2, 0)
-    # An nvcc that is newer than the table decides for itself, and the user's word counts.
+    # No limit is known for an nvcc newer than the table, and the user's choice has priority.
     assert toolchain.host_compiler(ToolProgram(cuda.path, (14, 0, 0))).version == (15, 1, 0)
     monkeypatch.setenv("NVCC_CCBIN", str(bare / "path"))
     assert toolchain.host_compiler(cuda).version == (15, 1, 0)

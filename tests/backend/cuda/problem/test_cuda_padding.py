@@ -1,5 +1,5 @@
-"""How operands lie, what is padded and copied for a kernel, and where that is worth it: without
-values.
+"""Layout, padding and copies of operands for a kernel, and the profit of padding, from sizes
+alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.cuda.large_products import BF16, INT8
         ((3, 5), (1, 3), None, 3),
         ((3, 5), (10, 2), None, None),
         ((3, 5), (0, 1), None, None),  # a broadcast: one row in memory
-        ((1, 5), (77, 1), 5, 1),  # one row lies both ways, whatever its stride says
+        ((1, 5), (77, 1), 5, 1),  # one row has both layouts, with any stride
         ((3, 1), (1, 77), 1, 3),
         ((3, 1), (4, 1), 4, None),
     ],
@@ -44,18 +44,20 @@ def test_filled_problems_are_aligned_and_no_larger_than_needed(data: st.DataObje
     )
     majors = [data.draw(st.sampled_from(["row", "column"])) for _ in range(2)]
     problem = GemmProblem(*sizes, *formats, data.draw(st.sampled_from(["fp32", "bf16"])), *majors)  # type: ignore[arg-type]
-    taken = padding.filled(problem)
-    assert isinstance(taken, GemmProblem) and padding.filled(taken) == taken
-    assert all(0 <= getattr(taken, name) - getattr(problem, name) < 16 for name in ("m", "n", "k"))
-    for copy, unlike in zip(padding.copied(problem, taken), [("m", "k"), ("k", "n")], strict=True):
-        assert copy == any(getattr(taken, name) != getattr(problem, name) for name in unlike)
-    # Nothing is free: copies move more than none.
-    assert padding.moved(problem, taken) >= padding.moved(problem, problem)
+    padded = padding.filled(problem)
+    assert isinstance(padded, GemmProblem) and padding.filled(padded) == padded
+    assert all(0 <= getattr(padded, name) - getattr(problem, name) < 16 for name in ("m", "n", "k"))
+    for copy, dimensions in zip(
+        padding.copied(problem, padded), [("m", "k"), ("k", "n")], strict=True
+    ):
+        assert copy == any(getattr(padded, name) != getattr(problem, name) for name in dimensions)
+    # Copies never reduce the number of bytes moved.
+    assert padding.moved(problem, padded) >= padding.moved(problem, problem)
 
 
 def test_padding_is_profitable_by_bytes() -> None:
-    """cuBLAS takes INT8 in eights and BF16 as it comes: odd INT8 sizes are worth a copy, odd BF16
-    sizes and tiny ones are not.
+    """Check that padding pays for odd INT8 sizes, since cuBLAS requires multiples of 8, but not for
+    odd BF16 sizes or tiny sizes.
     """
     assert padding.pays(INT8, INT8)
     odd = replace(INT8, k=4095)

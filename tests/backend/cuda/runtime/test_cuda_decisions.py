@@ -1,5 +1,5 @@
-"""Which way a product goes: a kernel as it is, a kernel after padding, or torch; tuned or not, on a
-device that need not be here.
+"""Selection of a kernel, a kernel after padding, or torch for a product; tuned or untuned, on
+simulated devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.cuda.large_products import BF16, INT8
 
 
 def configs(count: int) -> tuple[KernelConfig, ...]:
-    return tuple(replace(config(INT8), out="bf16", stages=3 + at) for at in range(count))
+    return tuple(replace(config(INT8), out="bf16", stages=3 + index) for index in range(count))
 
 
 def aligned_only(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
@@ -33,8 +33,8 @@ def aligned_only(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
 def chosen(
     problem: Problem, choice: TunedChoice | None = None, arch: Arch = "sm_80"
 ) -> KernelDecision:
-    here = Environment("", "", "", "", "", 1)
-    table = None if choice is None else TuningTable(here, {choice.problem: choice})
+    environment = Environment("", "", "", "", "", 1)
+    table = None if choice is None else TuningTable(environment, {choice.problem: choice})
     return decide(problem, arch, table, aligned_only)
 
 
@@ -42,15 +42,19 @@ FIRST, SECOND = configs(2)
 
 
 def test_untuned_products_of_quantized_operands_go_to_kernels() -> None:
-    """torch would convert them first."""
+    """Check that kernels are preferred, because torch would convert the operands first."""
     for problem in (INT8, replace(INT8, m=128), replace(INT8, k=128, m=2**20)):
-        found = chosen(problem)
-        assert found.config == FIRST and found.taken == problem and found.reason == "not tuned"
+        selected = chosen(problem)
+        assert (
+            selected.config == FIRST
+            and selected.taken == problem
+            and selected.reason == "not tuned"
+        )
 
 
 def test_odd_sizes_are_filled_up_or_left_to_torch() -> None:
-    found = chosen(replace(INT8, k=4095))
-    assert found.config == FIRST and found.taken == INT8 and "copied" in found.reason
+    selected = chosen(replace(INT8, k=4095))
+    assert selected.config == FIRST and selected.taken == INT8 and "copied" in selected.reason
     assert "costs more" in chosen(replace(INT8, k=3)).reason
     none = chosen(BF16)
     assert none.config is None and none.taken == BF16 and "sm_80 has no kernel" in none.reason
@@ -82,21 +86,21 @@ def test_missing_tuned_kernel_falls_back_to_the_next_best() -> None:
 
 
 def test_candidates_support_the_layers() -> None:
-    """The real candidates: every product of a large INT8 layer has a kernel, or a reason, on every
-    architecture.
+    """Check the real candidates: every product of a large INT8 layer has a kernel or a reason on
+    every architecture.
     """
     backward = replace(BF16, out="fp32", b_major="row")
     for arch in get_args(Arch):
         for problem in (INT8, BF16, backward, replace(backward, a_major="column")):
-            found = decide(problem, arch)
-            assert found.reason and (found.config is None or found.config.arch == arch)
+            selected = decide(problem, arch)
+            assert selected.reason and (selected.config is None or selected.config.arch == arch)
         assert decide(INT8, arch).config is not None
 
 
 def test_selection_needs_no_gpu() -> None:
     device = torch.device("cuda", 3)
     with assumed("sm_90a"):
-        assert (found := decision(INT8, device).config) is not None and found.arch == "sm_90a"
+        assert (selected := decision(INT8, device).config) is not None and selected.arch == "sm_90a"
         assert decision(INT8, CPU).config is None
     with assumed(None):
         assert decision(INT8, device).reason == "the device is assumed to have no kernels"
@@ -106,11 +110,11 @@ def test_selection_needs_no_gpu() -> None:
 def test_kernels_make_formats_native() -> None:
     device = torch.device("cuda", 0)
     with assumed("sm_90a"):
-        found = {name: support(device, row) for name, row in FORMATS.items()}
-        assert [name for name, s in found.items() if s.how == "simulated"] == ["fp8_e5m2"]
+        supports = {name: support(device, row) for name, row in FORMATS.items()}
+        assert [name for name, s in supports.items() if s.how == "simulated"] == ["fp8_e5m2"]
         assert (
-            "CUTLASS kernels for sm_90a" in found["fp8"].reason
-            and "qsync_fx has no kernel" in found["fp8_e5m2"].reason
+            "CUTLASS kernels for sm_90a" in supports["fp8"].reason
+            and "qsync_fx has no kernel" in supports["fp8_e5m2"].reason
         )
     with assumed("sm_75"):
         assert (
@@ -138,8 +142,8 @@ def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QSYNC_KERNELS", "off")
     forget()
     try:
-        found = decision(INT8, torch.device("cuda", 0))
-        assert found.config is None and "QSYNC_KERNELS" in found.reason
+        selected = decision(INT8, torch.device("cuda", 0))
+        assert selected.config is None and "QSYNC_KERNELS" in selected.reason
     finally:
         monkeypatch.undo()
         forget()

@@ -1,9 +1,8 @@
-"""The wrapper around kernels: what it tells them, what it pads and copies, and when torch computes
-instead.
+"""Launch wrapper of the CUDA kernels: arguments, padding, copies, and the fallback to torch.
 
-Kernels cannot run without a GPU, but their interface can: `host_kernels.cpp` speaks it for memory
-of the host, as loops that refuse what a kernel would misread. So everything but the choice of
-the stream is what happens on a device.
+Without a GPU, `host_kernels.cpp` implements the interface of kernels as loops on host memory, which
+reject operands that a kernel would misread. Everything but the choice of the stream is therefore as
+on a device.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ OPERATIONS = ("fprop", "dgrad", "wgrad")
 @pytest.fixture(scope="session")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Library]:
     folder = tmp_path_factory.mktemp("host kernels")
-    return functools.cache(lambda *what: _compiled(folder, *what))
+    return functools.cache(lambda *variant: _compiled(folder, *variant))
 
 
 def _compiled(folder: Path, fmt: str, *what: str) -> Library:
@@ -98,19 +97,19 @@ def config(problem: Problem) -> KernelConfig:
 
 
 def whole(shape: tuple[int, ...], fmt: str) -> Tensor:
-    """Returns values whose products FP32 sums exactly, in any order."""
+    """Return integers whose products have exact sums in FP32, in any order."""
     return torch.randint(-127, 128, shape).to(torch.int8 if fmt == "int8" else torch.float32)
 
 
 def lying(t: Tensor, how: str) -> Tensor:
-    """Returns the same matrix in other memory."""
+    """Return the same matrix with another layout or alignment."""
     rows, columns = t.shape
     match how:
         case "column":
             return t.t().contiguous().t()
         case "sliced":
             return t.new_empty(rows + 1, columns + 16)[1:, 16:].copy_(t)
-        case "shifted":  # starts between multiples of 16 bytes
+        case "shifted":  # not aligned to 16 bytes
             return t.new_empty(rows * columns + 1)[1:].view(rows, columns).copy_(t)
         case "sparse":
             return t.new_empty(2 * rows, 3 * columns)[::2, ::3].copy_(t)
@@ -148,20 +147,26 @@ def test_matrices_reach_a_kernel_as_they_are(
     biased: bool,
     data: st.DataObject,
 ) -> None:
-    """Whatever the sizes and strides, in every way that a kernel may take the problem, the result
-    is that of plain torch, bit for bit.
+    """Check that results equal torch bit for bit, for any sizes and strides and each orientation
+    and padding that a kernel supports.
     """
     m, n, k = sizes
     a, b = lying(whole((m, k), fmt), a_lies), lying(whole((k, n), fmt), b_lies)
-    how = scales(a_kind, (m, 1)), scales(b_kind, (1, n)), torch.randn(n) if biased else None
-    x = GemmProduct(a, b, *how)
+    scales_and_bias = (
+        scales(a_kind, (m, 1)),
+        scales(b_kind, (1, n)),
+        torch.randn(n) if biased else None,
+    )
+    x = GemmProduct(a, b, *scales_and_bias)
     problem = gemm_problem(x)
-    ready = [taken for taken in padding.alternatives(problem) if padding.filled(taken) == taken]
-    taken = data.draw(st.sampled_from(ready))
-    assert isinstance(taken, GemmProblem)
-    library = host(fmt, taken.a_major, taken.b_major)
-    found = launch.call_site(library, config(taken), problem, taken, x)(x)
-    assert found.is_contiguous() and torch.equal(found, reference_result.gemm(x))
+    aligned = [
+        padded for padded in padding.alternatives(problem) if padding.filled(padded) == padded
+    ]
+    padded = data.draw(st.sampled_from(aligned))
+    assert isinstance(padded, GemmProblem)
+    library = host(fmt, padded.a_major, padded.b_major)
+    result = launch.call_site(library, config(padded), problem, padded, x)(x)
+    assert result.is_contiguous() and torch.equal(result, reference_result.gemm(x))
 
 
 @st.composite
@@ -170,15 +175,15 @@ def convolutions(draw: st.DrawFn) -> ConvProblem:
         return draw(st.integers(least, most)), draw(st.integers(least, most))
 
     (n, _), (h, w), (c, k), (r, s) = pair(1, 3), pair(1, 7), pair(1, 18), pair(1, 3)
-    found = ConvProblem(
+    problem = ConvProblem(
         draw(st.sampled_from(OPERATIONS)), n, h, w, c, k, r, s, pair(0, 2), pair(1, 2), pair(1, 2),
         *[draw(st.sampled_from(["int8", "fp32"]))] * 2, "fp32",
         draw(st.sampled_from(["none", "tensor"])),
     )  # fmt: skip
-    assume(min(found.p, found.q) > 0)
-    if found.operation == "fprop":
-        return replace(found, b_scale=draw(SCALES), bias=draw(st.booleans()))
-    return replace(found, b_scale=draw(st.sampled_from(["none", "tensor"])))
+    assume(min(problem.p, problem.q) > 0)
+    if problem.operation == "fprop":
+        return replace(problem, b_scale=draw(SCALES), bias=draw(st.booleans()))
+    return replace(problem, b_scale=draw(st.sampled_from(["none", "tensor"])))
 
 
 def conv_operands(p: ConvProblem) -> tuple[Tensor, Tensor]:
@@ -196,19 +201,19 @@ def test_images_reach_a_kernel_as_they_are(
     a, b = conv_operands(p)
     if last:
         a, b = (t.contiguous(memory_format=torch.channels_last) for t in (a, b))
-    how = (
+    scales_and_bias = (
         scales(p.a_scale, ()),
         scales(p.b_scale, (1, p.k, 1, 1)),
         torch.randn(p.k) if p.bias else None,
     )
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
-    x = ConvProduct(a, b, *how, size, p.stride, p.padding, p.dilation, p.operation)
+    x = ConvProduct(a, b, *scales_and_bias, size, p.stride, p.padding, p.dilation, p.operation)
     assert conv_problem(x) == p
-    taken = padding.filled(p)
-    assert isinstance(taken, ConvProblem)
-    found = launch.call_site(host(p.a, p.operation), config(p), p, taken, x)(x)
+    padded = padding.filled(p)
+    assert isinstance(padded, ConvProblem)
+    result = launch.call_site(host(p.a, p.operation), config(p), p, padded, x)(x)
     want = reference_result.conv2d_product(x)
-    assert found.is_contiguous(memory_format=torch.channels_last) and torch.equal(found, want)
+    assert result.is_contiguous(memory_format=torch.channels_last) and torch.equal(result, want)
 
 
 def test_unsupported_operands_are_reported(host: Callable[..., Library]) -> None:
@@ -219,7 +224,7 @@ def test_unsupported_operands_are_reported(host: Callable[..., Library]) -> None
         launch.call_site(host("int8", "row", "row"), config(problem), problem, problem, x)(x)
 
 
-# From an operator's arguments to a result, by whichever way.
+# From an operator's arguments to a result, by a kernel or by torch.
 
 
 def through(a: Tensor, b: Tensor, *how: Any, out: torch.dtype = torch.float32) -> Tensor:
@@ -230,31 +235,29 @@ def through(a: Tensor, b: Tensor, *how: Any, out: torch.dtype = torch.float32) -
 def test_empty_products_are_launched_nowhere(m: int, n: int, k: int) -> None:
     bias = torch.randn(n)
     with assumed("sm_80", on="cpu"):
-        found = through(
+        result = through(
             whole((m, k), "int8"), whole((k, n), "int8"), None, None, bias, out=torch.bfloat16
         )
-    assert found.shape == (m, n) and found.dtype == torch.bfloat16
-    assert torch.equal(found, bias.bfloat16().expand(m, n))
+    assert result.shape == (m, n) and result.dtype == torch.bfloat16
+    assert torch.equal(result, bias.bfloat16().expand(m, n))
 
 
 def test_fallback_reasons_are_recorded() -> None:
     launch_utils.forget()
     a, b = whole((33, 32), "bf16"), whole((32, 16), "bf16").t().contiguous().t()
     with assumed("sm_80", on="cpu"):
-        found = through(a, b)
-    assert torch.equal(found, (a.double() @ b.double()).float())
+        result = through(a, b)
+    assert torch.equal(result, (a.double() @ b.double()).float())
     [(problem, why)] = launch_utils.reasons().items()
     assert problem.startswith("gemm 33 x 16 x 32") and "without tuning" in why
-    for at in range(1200):
-        launch_utils.note(str(at), "why")
+    for index in range(1200):
+        launch_utils.note(str(index), "why")
     assert len(launch_utils.reasons()) == 1000 and "1199" in launch_utils.reasons()
 
 
 @pytest.fixture
 def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is loaded, stored or switched off here is so for no other test, and the other
-    way round.
-    """
+    """Isolate the registry of loaded, stored and disabled kernels from other tests."""
     monkeypatch.setattr(kernel_registry, "_had", {})
     monkeypatch.setattr(kernel_registry, "_refused", set())
     monkeypatch.setattr(kernel_registry, "_prepared", False)
@@ -269,8 +272,8 @@ def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 @pytest.mark.usefixtures("own_kernels")
 def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
-    """The real product up to the device: decided, compiled, loaded, asked; and without a GPU,
-    computed by torch with the reason.
+    """Select, compile and load the real kernel of a product; its launch fails without a GPU, so
+    torch computes the result and records the reason.
     """
     try:
         toolchain.toolchain()
@@ -280,13 +283,13 @@ def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
     a, b = whole((2048, 2048), "int8"), whole((2048, 2048), "int8").t()
     with assumed("sm_80", on="cpu"):
         problem = gemm_problem(GemmProduct(a, b, None, None, None, torch.bfloat16))
-        found = decision(problem, CPU)
-        assert found.config is not None
-        unit = codegen.unit_of(found.config)
+        selected = decision(problem, CPU)
+        assert selected.config is not None
+        unit = codegen.unit_of(selected.config)
         assert kernel_registry.library(unit, wait=False) is None
         with warnings.catch_warnings(action="ignore", category=PlanWarning):
             y = through(a, b, out=torch.bfloat16)
-        # It was loaded, and is not tried again.
+        # The kernel was loaded, and is not launched again.
         assert kernel_registry.refused(unit)
         with pytest.raises(KernelError, match=r"cannot be launched|does not support"):
             kernel_registry.library(unit, wait=False)

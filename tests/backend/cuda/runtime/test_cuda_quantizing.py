@@ -1,7 +1,7 @@
-"""The wrapper around the quantizer's kernel: any tensor, any groups, the bits of the reference.
+"""Launch wrapper of the quantizer kernel for any tensor and groups, compared bit for bit with the
+reference.
 
-The kernel is the real source, compiled for the CPU (see test_cuda_quantizer.py, which tests the
-kernel itself).
+The kernel is the CUDA source, compiled for the CPU. test_cuda_quantizer.py tests the kernel itself.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def test_kernel_and_reference_get_equal_tensors(
     q = reference.empty_quantized(x, row.dtype)
     groups = quantize_launch.groups_of(q, keep)
     if groups is None:
-        # Neither rows nor columns of memory: kept dimensions lie between others, or in another
-        # order.
+        # Groups are neither rows nor columns of memory: the dimensions in `keep` are between
+        # others or in another order.
         assert len([dim for dim in keep if shape[dim] > 1]) > 0
         return
     library = on_cpu(NAMES[types[1]], row.name)
@@ -145,15 +145,15 @@ def test_groups_are_rows_or_columns_of_memory(
     keep: list[int],
     groups: tuple[int, int, int] | None,
 ) -> None:
-    found = quantize_launch.groups_of(
+    result = quantize_launch.groups_of(
         torch.empty_strided(shape, stride, dtype=torch.int8, device="meta"), keep
     )
-    assert (found and (found.rows, found.columns, found.group)) == groups
+    assert (result and (result.rows, result.columns, result.group)) == groups
 
 
 def test_more_values_than_a_row_can_have_are_several() -> None:
-    found = quantize_launch.groups_of(torch.empty(8, 2**29, dtype=torch.int8, device="meta"), [])
-    assert found == quantize_launch.Groups(8, 2**29, 0)
+    groups = quantize_launch.groups_of(torch.empty(8, 2**29, dtype=torch.int8, device="meta"), [])
+    assert groups == quantize_launch.Groups(8, 2**29, 0)
 
 
 def test_reference_is_used_without_a_kernel_with_a_reason() -> None:
@@ -169,12 +169,12 @@ def test_reference_is_used_without_a_kernel_with_a_reason() -> None:
 
 
 def test_kernel_is_selected_by_its_output_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formats that differ in what happens to gradients share one; a format that none writes is the
-    reference's.
+    """Check that formats share a kernel if they differ only in the treatment of gradients, and that
+    the reference computes formats without a kernel.
     """
-    asked: list[str] = []
+    requested: list[str] = []
     monkeypatch.setattr(
-        quantize_launch.launch_utils, "library", lambda unit, *_: asked.append(unit.name)
+        quantize_launch.launch_utils, "library", lambda unit, *_: requested.append(unit.name)
     )
     launch_utils.forget()
     x, int8 = torch.randn(8, 16), precision("int8")
@@ -184,7 +184,7 @@ def test_kernel_is_selected_by_its_output_values(monkeypatch: pytest.MonkeyPatch
             q, scale = quantize_launch.quantize(x, SEED, 3, row, "nearest", ())
             want = reference.quantize(x, SEED, 3, row, "nearest", ())
             assert torch.equal(q, want[0]) and torch.equal(scale, want[1])
-    assert asked == ["quantize_sm_80_fp32_int8"] * 2
+    assert requested == ["quantize_sm_80_fp32_int8"] * 2
     assert launch_utils.reasons() == {
         "quantize 8 x 16 fp32 -> int4": "qsync_fx has no quantization kernel for int4"
     }
@@ -195,26 +195,26 @@ def test_a_matrix_and_its_transpose(
     on_cpu: Callable[[str, str], Library], rows: int, columns: int
 ) -> None:
     x, row = torch.randn(rows, columns, dtype=torch.bfloat16), precision("int8")
-    q, turned = (
+    q, transpose = (
         torch.empty(shape, dtype=torch.int8) for shape in ((rows, columns), (columns, rows))
     )
     groups = quantize_launch.Groups(rows, columns, 0)
     library = on_cpu("bf16", "int8")
     site = quantize_launch.QuantizerSite(library, x, q, row, "nearest", (), groups)
-    scale = site.fill(x, q, turned, SEED, 3)
+    scale = site.fill(x, q, transpose, SEED, 3)
     want, scales = reference.quantize(x, SEED, 3, row, "nearest", ())
-    assert torch.equal(q, want) and torch.equal(turned, want.t()) and torch.equal(scale, scales)
+    assert torch.equal(q, want) and torch.equal(transpose, want.t()) and torch.equal(scale, scales)
 
 
 def test_quantize_transposed_is_quantize_and_its_transpose() -> None:
     for x in (torch.randn(5, 9), torch.randn(9, 5).t(), torch.randn(0, 4), torch.randn(1, 7)):
-        q, turned, scale = quantize_transposed(x, SEED, 3, "fp8", "stochastic")
+        q, transpose, scale = quantize_transposed(x, SEED, 3, "fp8", "stochastic")
         want, scales = torch.ops.qsync.quantize.default(x, SEED, 3, "fp8", "stochastic", [])
         assert torch.equal(q.view(torch.uint8), want.view(torch.uint8)) and torch.equal(
             scale, scales
         )
-        assert turned.is_contiguous() and torch.equal(
-            turned.view(torch.uint8), want.t().view(torch.uint8)
+        assert transpose.is_contiguous() and torch.equal(
+            transpose.view(torch.uint8), want.t().view(torch.uint8)
         )
     arguments = torch.randn(5, 9), SEED, 3, "int8", "stochastic"
     torch.library.opcheck(torch.ops.qsync.quantize_transposed.default, arguments)

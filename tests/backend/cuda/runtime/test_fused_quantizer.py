@@ -1,7 +1,7 @@
-"""The quantizer of CUDA devices without kernels, in operators that Inductor fuses: the bits of the
-reference, in two kernels.
+"""Fusible quantizer for CUDA devices without kernels: equal to the reference bit for bit, fused by
+Inductor into two kernels.
 
-Inductor compiles it for the CPU here, from the same loops that Triton gets.
+The tests compile it for the CPU, from the same Inductor loops as for Triton.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ EDGES = [0.0, -0.0, 1e-45, -1e-38, 1e-30, 3e38, 127.5, -0.5]
 
 
 def reference_of(x: Tensor, fmt: str, how: str, keep: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns what `reference.quantize` gives on a CUDA device, whose random numbers are those of
-    Philox.
+    """Return the result of `reference.quantize` on a CUDA device, where random numbers are Philox
+    numbers.
     """
     row, mode = precision(fmt), rounding_mode(how)
     q, scale = reference.empty_quantized(x, row.dtype), reference.scales(x, row, keep)
@@ -44,10 +44,10 @@ def same(found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> bool:
         return t.contiguous().view(torch.uint8 if t.dtype.itemsize == 1 else torch.int32)
 
     return all(
-        one.shape == other.shape
-        and one.dtype == other.dtype
-        and torch.equal(bits(one), bits(other))
-        for one, other in zip(found, want, strict=True)
+        actual.shape == expected.shape
+        and actual.dtype == expected.dtype
+        and torch.equal(bits(actual), bits(expected))
+        for actual, expected in zip(found, want, strict=True)
     )
 
 
@@ -85,22 +85,22 @@ def test_operators_have_the_bits_of_the_reference(fmt: str, how: str) -> None:
 )
 def test_inductor_code_also_has_the_property(fmt: str, how: str) -> None:
     register_with_inductor()
-    given = samples()
+    cases = samples()
 
     def all_of_them(xs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         return [
             fusible_quantize.quantize(x, SEED, STREAM, fmt, how, keep)
-            for x, (_, keep) in zip(xs, given, strict=True)
+            for x, (_, keep) in zip(xs, cases, strict=True)
         ]
 
     torch.compiler.reset()
     compiled = torch.compile(all_of_them, fullgraph=True)
-    for found, (x, keep) in zip(compiled([x for x, _ in given]), given, strict=True):
-        assert same(found, reference_of(x, fmt, how, keep)), (x.shape, x.dtype, keep)
+    for result, (x, keep) in zip(compiled([x for x, _ in cases]), cases, strict=True):
+        assert same(result, reference_of(x, fmt, how, keep)), (x.shape, x.dtype, keep)
 
 
 def test_quantizer_has_a_scale_pass_and_a_rounding_pass() -> None:
-    """No random number, no quotient and no mask is written to memory on the way."""
+    """Check that random numbers, quotients and masks are not written to memory."""
     register_with_inductor()
     kernels: list[str] = []
 
@@ -118,8 +118,8 @@ def test_quantizer_has_a_scale_pass_and_a_rounding_pass() -> None:
         )
 
     x = torch.randn(64, 48)
-    found, sources = run_and_get_code(torch.compile(quantize, backend=compile_with), x)
-    assert same(found, reference_of(torch.relu(x) * 3, "int8", "stochastic", []))
+    result, sources = run_and_get_code(torch.compile(quantize, backend=compile_with), x)
+    assert same(result, reference_of(torch.relu(x) * 3, "int8", "stochastic", []))
     code = "\n".join(sources)
     kernels = [
         line
@@ -130,9 +130,11 @@ def test_quantizer_has_a_scale_pass_and_a_rounding_pass() -> None:
         "qsync.quantize" not in code and "qsync.uniform" not in code and "qsync.divide" not in code
     )
     assert len(kernels) <= 2, kernels
-    # The result, its scale, and the largest magnitude: nothing else is made.
-    made = [line for line in code.splitlines() if "empty_strided" in line and "= empty" in line]
-    assert len([line for line in made if "64" in line]) == 1, made
+    # Only the result has the size of the input; the scale and the maximum magnitude are small.
+    allocations = [
+        line for line in code.splitlines() if "empty_strided" in line and "= empty" in line
+    ]
+    assert len([line for line in allocations if "64" in line]) == 1, allocations
 
 
 @pytest.mark.parametrize(
@@ -143,16 +145,16 @@ def test_operators_without_a_kernel_are_decomposed(arch: Any, fmt: str, fuses: b
         x = torch.empty(4, 8, device="cuda")
         assert quantize_launch.fused(x, precision(fmt)) is fuses
         table = fusible_quantize.decompositions(torch.device("cuda", 0))
-        made = table[torch.ops.qsync.quantize.default](
+        result = table[torch.ops.qsync.quantize.default](
             x, torch.empty(1, dtype=torch.int64, device="cuda"), 0, fmt, "nearest", []
         )
-        assert (made is NotImplemented) is not fuses
+        assert (result is NotImplemented) is not fuses
     assert fusible_quantize.decompositions(torch.device("cpu")) == {}
 
 
 def test_inductor_calls_the_operator_of_a_kernel() -> None:
-    """It makes no fallback by itself of an operator that it was given a formula for, although that
-    may be none.
+    """Check that lowerings exist: Inductor creates no fallback for operators with a decomposition,
+    even if it returns NotImplemented.
     """
     from torch._inductor.lowering import lowerings
 

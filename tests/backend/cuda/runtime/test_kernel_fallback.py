@@ -1,5 +1,5 @@
-"""Kernels that cannot be used: what its compiler was refused for gives way to the next candidate,
-what cannot be started is switched off, and no step waits for a compiler.
+"""Unusable kernels: a refused kernel falls back to the next candidate, a kernel that cannot be
+launched is disabled, and steps do not wait for a compiler.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ def config() -> KernelConfig | None:
 
 
 def builds(monkeypatch: pytest.MonkeyPatch, errors: dict[str, KernelError]) -> list[str]:
-    """Has the compiler fail for units, by name; returns the names of those that it is given."""
-    given: list[str] = []
+    """Make the compiler fail with `errors` by unit name; return a list of the requested names."""
+    names: list[str] = []
 
     def attempt(units: Sequence[TranslationUnit], **how: Any) -> Built:
-        given.extend(unit.name for unit in units)
+        names.extend(unit.name for unit in units)
         return Built(
             {}, {unit: errors.get(unit.name, KernelError("not in this test")) for unit in units}
         )
 
     monkeypatch.setattr(compiler, "attempt", attempt)
-    return given
+    return names
 
 
 def test_refused_kernels_fall_back_to_candidates_then_torch(
@@ -75,12 +75,12 @@ def test_refused_kernels_fall_back_to_candidates_then_torch(
     errors: dict[str, KernelError] = {}
     builds(monkeypatch, errors)
     tried: list[str] = []
-    while (found := config()) is not None:
-        tried.append(found.name)
-        errors[found.name] = RefusedKernelError(
-            "the kernel must not be used: it spills 8 bytes", where=found.name
+    while (selected := config()) is not None:
+        tried.append(selected.name)
+        errors[selected.name] = RefusedKernelError(
+            "the kernel must not be used: it spills 8 bytes", where=selected.name
         )
-        kernel_registry.prepare([codegen.unit_of(found)])
+        kernel_registry.prepare([codegen.unit_of(selected)])
     assert len(tried) == len(set(tried)) == MOST_REFUSED
     assert "it spills 8 bytes" in decision(INT8, CPU).reason
 
@@ -103,21 +103,21 @@ def test_compile_errors_fall_back_but_memory_errors_raise(
 
 
 def test_no_step_waits_for_a_product_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph was compiled; now an operand lies, or is as large, as nobody has known: torch
-    computes, and nothing is compiled.
+    """Call a product that was unknown when the graph was compiled: torch computes it without a
+    compilation.
     """
     monkeypatch.setattr(kernel_registry, "_stored", lambda unit: False)
-    given = builds(monkeypatch, {})
+    compiled = builds(monkeypatch, {})
     kernel_registry.prepare_graph([])
-    found = launch.gemm(PRODUCT)
-    assert torch.equal(found, reference_result.gemm(PRODUCT)) and given == []
+    result = launch.gemm(PRODUCT)
+    assert torch.equal(result, reference_result.gemm(PRODUCT)) and compiled == []
     assert any(
         "a step never waits for a compiler" in why for why in launch_utils.reasons().values()
     )
 
 
 class Handle(SimpleNamespace):
-    """The functions of a library that gives out these statuses, one a call, and then 0."""
+    """Functions of a library whose launches return these statuses in turn, and then 0."""
 
     def __init__(self, *statuses: int) -> None:
         self.statuses, self.runs = list(statuses), 0
@@ -133,13 +133,13 @@ class Handle(SimpleNamespace):
 
 
 def loaded(*statuses: int) -> Handle:
-    """Has the kernel of the product loaded, as one that gives these statuses when it is started."""
-    handle, found = (
+    """Register a loaded kernel for the product whose launches return these statuses."""
+    handle, selected = (
         Handle(*statuses),
         launch.decision(launch.gemm_problem(PRODUCT), CPU),
     )
-    assert found.config is not None
-    unit = codegen.unit_of(found.config)
+    assert selected.config is not None
+    unit = codegen.unit_of(selected.config)
     kernel_registry._had[unit] = Library(unit, Path(), handle)  # type: ignore[arg-type]
     return handle
 
@@ -158,9 +158,9 @@ def test_a_kernel_that_cannot_be_started_is_switched_off_and_named_once(
     with pytest.warns(
         PlanWarning, match="gemm_sm_80_int8_int8_fp32.* failed and is disabled .*invalid argument"
     ):
-        found = call()
+        result = call()
     want = reference_result.gemm(PRODUCT)
-    assert torch.equal(found, want) and handle.runs == 2
+    assert torch.equal(result, want) and handle.runs == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(call(), want)
@@ -168,9 +168,7 @@ def test_a_kernel_that_cannot_be_started_is_switched_off_and_named_once(
 
 
 def test_earlier_cuda_error_is_not_attributed_to_the_kernel() -> None:
-    """CUDA tells a launch of errors that nobody has read since; with the second try they
-    are gone.
-    """
+    """Fail the first launch, as CUDA does after an unread earlier error, but not the second."""
     handle = loaded(1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -180,25 +178,27 @@ def test_earlier_cuda_error_is_not_attributed_to_the_kernel() -> None:
 
 
 def test_a_site_is_made_once_and_arguments_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What decides is asked at the first call; another address, type or layout is another site."""
+    """Check that the kernel is selected once per call site; a call with scales is another site."""
     handle = loaded()
-    asked: list[object] = []
+    problems: list[object] = []
     decide = launch.decision
     monkeypatch.setattr(
-        launch, "decision", lambda problem, device: asked.append(problem) or decide(problem, device)
+        launch,
+        "decision",
+        lambda problem, device: problems.append(problem) or decide(problem, device),
     )
     for _ in range(3):
         call()
-    assert handle.runs == 3 and len(asked) == 1
+    assert handle.runs == 3 and len(problems) == 1
     scale = torch.ones(())
     launch.gemm(GemmProduct(A, B, scale, scale, None))
-    assert len(asked) == 2
+    assert len(problems) == 2
 
 
 def test_unsupported_product_is_refused_next_to_a_cached_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Operands are checked where a site is made: whatever the check looks at is in the key."""
+    """Check operands once per call site, whose cache key contains every checked property."""
     loaded()
     checked: list[object] = []
 
@@ -220,11 +220,11 @@ def test_unsupported_product_is_refused_next_to_a_cached_one(
     )  # fmt: skip
     for change in wrong:
         with pytest.raises((PrecisionError, RuntimeError)):
-            gemm._gemm_kernel(*(change.get(at, given) for at, given in enumerate(right)))  # type: ignore[arg-type]
+            gemm._gemm_kernel(*(change.get(index, given) for index, given in enumerate(right)))  # type: ignore[arg-type]
 
 
 def quantizer(*statuses: int) -> Handle:
-    """Has the quantizer loaded, as one that gives these statuses when it is started."""
+    """Register a loaded quantizer whose launches return these statuses."""
     handle, unit = Handle(*statuses), codegen.quantizer("sm_80", "fp32", "int8")
     kernel_registry._had[unit] = Library(unit, Path(), handle)  # type: ignore[arg-type]
     return handle
@@ -258,12 +258,12 @@ def test_a_quantizer_that_cannot_be_started_is_switched_off_and_named_once(
     with pytest.warns(
         PlanWarning, match="quantize_sm_80_fp32_int8 failed and is disabled .*invalid argument"
     ):
-        found = quantize(x)
+        result = quantize(x)
     want = reference.quantize(x, SEED, 3, precision("int8"), "nearest", ())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = quantize(x)
     assert handle.runs == 3, "it is not tried again"
     assert all(
-        torch.equal(a, b) and torch.equal(c, b) for a, b, c in zip(found, want, again, strict=True)
+        torch.equal(a, b) and torch.equal(c, b) for a, b, c in zip(result, want, again, strict=True)
     )

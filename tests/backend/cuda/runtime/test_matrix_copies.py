@@ -1,7 +1,7 @@
-"""How tensors reach the kernel that copies matrices: the wrapper and `qsync::convert`, with any
-strides, and torch where no kernel serves.
+"""Calls of the matrix copy kernels from tensors with any strides: the launch wrapper,
+`qsync::convert`, and the fallback to torch.
 
-The kernels are those of test_cuda_convert.py, on the CPU.
+The kernels are compiled for the CPU, as in test_cuda_convert.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def lying(t: Tensor, how: str) -> Tensor:
 
 @pytest.fixture
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the wrapper find kernels for the CPU; reasons are forgotten."""
+    """Provide kernels for the CPU to the wrapper, and clear the recorded reasons."""
 
     def found(unit: TranslationUnit, wait: bool = True) -> Library:
         return library(
@@ -60,16 +60,18 @@ MATRICES = ["row", "turned", "sliced", "shifted"]
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_matrices_are_copied_as_torch_copies_them(by_kernel: None, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    kind = next(name for name, found in DTYPES.items() if found == dtype)
+    kind = next(name for name, actual in DTYPES.items() if actual == dtype)
     with assumed("sm_80", on="cpu"):
-        for shape, how in [
-            ((m, n), how) for m, n in ((1, 1), (1, 40), (33, 1), (67, 130)) for how in MATRICES
+        for shape, layout in [
+            ((m, n), layout)
+            for m, n in ((1, 1), (1, 40), (33, 1), (67, 130))
+            for layout in MATRICES
         ]:
-            x = lying(drawn(kind, shape, generator), how)
-            for way, more in (("row", 0), ("column", 0), ("row", 16), ("column", 3)):
-                found = layout_convert.laid_out(x, shape[0] + more, shape[1] + more, way)  # type: ignore[arg-type]
-                want = padding.laid_out(x, shape[0] + more, shape[1] + more, way)  # type: ignore[arg-type]
-                assert found.stride() == want.stride() and torch.equal(bits(found), bits(want))
+            x = lying(drawn(kind, shape, generator), layout)
+            for major, more in (("row", 0), ("column", 0), ("row", 16), ("column", 3)):
+                actual = layout_convert.laid_out(x, shape[0] + more, shape[1] + more, major)  # type: ignore[arg-type]
+                want = padding.laid_out(x, shape[0] + more, shape[1] + more, major)  # type: ignore[arg-type]
+                assert actual.stride() == want.stride() and torch.equal(bits(actual), bits(want))
     assert not launch_utils.reasons()
 
 
@@ -93,8 +95,8 @@ def test_images_are_copied_as_torch_copies_them(
     assert lines is not None
     n, c, h, w = want.shape
     kind = f"bits{8 * dtype.itemsize}"
-    found = layout_convert.run(library(kind), x, lines, (kind, kind), (n, h * w, c), dtype, None)
-    assert torch.equal(found.view(n, h, w, c).permute(0, 3, 1, 2), want)
+    result = layout_convert.run(library(kind), x, lines, (kind, kind), (n, h * w, c), dtype, None)
+    assert torch.equal(result.view(n, h, w, c).permute(0, 3, 1, 2), want)
 
 
 def test_other_layouts_are_copied_by_torch(by_kernel: None) -> None:
@@ -151,12 +153,12 @@ def test_conversions_of_models_are_compiled_ahead_of_time() -> None:
 def wanted(
     x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: tuple[int, int]
 ) -> Tensor:
-    straight = x.t() if turned else x
-    found = torch.zeros(shape).to(dtype)
-    found[: straight.shape[0], : straight.shape[1]] = (
-        (straight.float() * scale).to(dtype) if scale is not None else straight.to(dtype)
+    oriented = x.t() if turned else x
+    result = torch.zeros(shape).to(dtype)
+    result[: oriented.shape[0], : oriented.shape[1]] = (
+        (oriented.float() * scale).to(dtype) if scale is not None else oriented.to(dtype)
     )
-    return found
+    return result
 
 
 CASES: list[dict[str, Any]] = [
@@ -174,23 +176,25 @@ def test_the_operator_by_torch_and_by_a_kernel(
     by_kernel: None, source: torch.dtype, case: dict[str, Any]
 ) -> None:
     generator = torch.Generator().manual_seed(2)
-    kind = next(name for name, found in DTYPES.items() if found == source)
-    for how in ("row", "turned"):
-        x = lying(drawn(kind, (13, 41), generator), how)
-        dtype, scale, turned = (
+    kind = next(name for name, actual in DTYPES.items() if actual == source)
+    for layout in ("row", "turned"):
+        x = lying(drawn(kind, (13, 41), generator), layout)
+        dtype, scale, transposed = (
             case.get("dtype", source),
             case.get("scale"),
             case.get("transposed", False),
         )
-        shape = case.get("shape") or ((41, 13) if turned else (13, 41))
-        want = wanted(x, dtype, scale, turned, shape)
-        found = convert(x, **case)
-        assert found.is_contiguous() and found.dtype == dtype and found.data_ptr() != x.data_ptr()
-        assert_equal(found, want)
+        shape = case.get("shape") or ((41, 13) if transposed else (13, 41))
+        want = wanted(x, dtype, scale, transposed, shape)
+        actual = convert(x, **case)
+        assert (
+            actual.is_contiguous() and actual.dtype == dtype and actual.data_ptr() != x.data_ptr()
+        )
+        assert_equal(actual, want)
         with assumed("sm_80", on="cpu"):
-            made = layout_convert.convert(x, scale, dtype, turned, shape)
-        assert made is not None
-        assert_equal(made, want)
+            from_kernel = layout_convert.convert(x, scale, dtype, transposed, shape)
+        assert from_kernel is not None
+        assert_equal(from_kernel, want)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,5 +1,5 @@
-"""Machines without nvcc or CUTLASS, and devices newer than our tables: what is still had, and what
-is said once.
+"""Machines without nvcc or CUTLASS, and devices newer than the tables: available kernels and
+warnings.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_quantizers_and_copies_need_no_cutlass(unit: Any) -> None:
 
 
 class Machine:
-    """A GPU that is not here, and tools that are there or not."""
+    """Simulated GPU, with or without compiler and CUTLASS."""
 
     def __init__(
         self,
@@ -119,24 +119,24 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_no_kernels_without_nvcc(machine: Machine) -> None:
-    found = machine.has(nvcc=False, cutlass=True)
-    assert found.arch is None and found.reason == NO_NVCC.what
+    state = machine.has(nvcc=False, cutlass=True)
+    assert state.arch is None and state.reason == NO_NVCC.what
     assert decision(INT8, CUDA).reason == NO_NVCC.what
 
 
 def test_without_cutlass_the_quantizer_is_ours_and_products_are_torchs(machine: Machine) -> None:
-    found = machine.has(nvcc=True, cutlass=False)
-    assert found.arch == "sm_80" and found.compiles and found.lacks == NO_CUTLASS.what
+    state = machine.has(nvcc=True, cutlass=False)
+    assert state.arch == "sm_80" and state.compiles and state.lacks == NO_CUTLASS.what
     machine.patch.setattr(kernel_registry, "_stored", lambda unit: False)
-    made = decision(INT8, CUDA)
-    assert made.config is None and made.reason == NO_CUTLASS.what
+    selected = decision(INT8, CUDA)
+    assert selected.config is None and selected.reason == NO_CUTLASS.what
 
 
 def test_complete_toolchain_reads_the_multiprocessor_count(
     machine: Machine,
 ) -> None:
-    found = machine.has(nvcc=True, cutlass=True)
-    assert (found.lacks, found.multiprocessors) == (None, 40) and quantize_launch.told(CUDA) == ""
+    state = machine.has(nvcc=True, cutlass=True)
+    assert (state.lacks, state.multiprocessors) == (None, 40) and quantize_launch.told(CUDA) == ""
     assert decision(INT8, CUDA).config is not None
 
 
@@ -156,9 +156,9 @@ def test_missing_toolchain_is_reported_once_with_cost_and_remedy(
     machine: Machine, nvcc: bool, what: ToolchainError
 ) -> None:
     machine.has(nvcc=nvcc, cutlass=False)
-    with pytest.warns(PlanWarning) as told:
+    with pytest.warns(PlanWarning) as warned:
         quantize_launch.tell(CUDA)
-    [text] = [str(warning.message) for warning in told]
+    [text] = [str(warning.message) for warning in warned]
     assert (
         what.what in text
         and text.endswith(f"To fix this: {what.do}")
@@ -175,8 +175,8 @@ def test_missing_toolchain_is_reported_once_with_cost_and_remedy(
 def test_unfused_fp8_is_reported(
     machine: Machine, capability: tuple[int, int], eager: bool
 ) -> None:
-    """Below 8.9 Triton converts to no FP8: without a kernel its quantizer is operators of torch,
-    one by one.
+    """Check devices below 8.9, for which Triton has no FP8 conversion: without a kernel, unfused
+    torch operators quantize.
     """
     machine.patch.setattr(torch.cuda, "is_available", lambda: True)
     machine.patch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
@@ -215,28 +215,28 @@ def test_kernel_use_depends_on_tools_and_cache(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of what is asked nothing is put in place but the GPU."""
+    """Simulate only the GPU; compiler and kernel cache are real."""
     try:
         toolchain.toolchain()
     except ToolchainError as error:
         pytest.skip(str(error))
-    kept = devices._kept
-    Machine(monkeypatch).patch.setattr(devices, "_kept", kept)
+    original = devices._kept
+    Machine(monkeypatch).patch.setattr(devices, "_kept", original)
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
     for name, value in named.items():
         monkeypatch.setenv(name, value)
     forget()
     try:
-        found, made = devices.known_of(CUDA), decision(INT8, CUDA)
+        state, selected = devices.known_of(CUDA), decision(INT8, CUDA)
         absent = devices.known_of(torch.device("cuda", 1))
     finally:
         monkeypatch.undo()
         forget()
-    assert (found.arch, found.compiles) == (arch, compiles) and (found.lacks is None) is (
+    assert (state.arch, state.compiles) == (arch, compiles) and (state.lacks is None) is (
         not why or "QSYNC_KERNELS" in why
     )
-    assert why in (found.reason or found.lacks or "")
-    assert (made.config is not None) is (not why) and why in made.reason
+    assert why in (state.reason or state.lacks or "")
+    assert (selected.config is not None) is (not why) and why in selected.reason
     assert absent.arch is None and (
         "cuda:1 does not exist" in absent.reason or "QSYNC_KERNELS" in why
     )

@@ -1,7 +1,6 @@
-"""Convolution kernels without a GPU: what is a kernel, what is tried, what is served.
+"""Convolution kernels without a GPU: valid configurations, candidates, supported problems.
 
-What kernels compute is in test_cuda_conv_on_cpu.py, what the compiler makes of them in
-test_cuda_conv_compiled.py.
+test_cuda_conv_on_cpu.py tests their results, test_cuda_conv_compiled.py a compiled kernel.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ steps = st.tuples(st.integers(1, 3), st.integers(1, 3))
 
 @st.composite
 def problems(draw: st.DrawFn, unit: int = 1, **fixed: Any) -> ConvProblem:
-    """Problems in all formats, with channels that are multiples of `unit`; also those whose filter
-    is larger than the image.
+    """Draw a problem in any format, with channels that are multiples of `unit`; the filter may be
+    larger than the image.
     """
     fmt = fixed.pop("fmt", None) or draw(st.sampled_from(FORMATS))
     channels = st.integers(1, 1024 // unit).map(lambda value: value * unit)
     operation = draw(st.sampled_from(get_args(ConvOperation)))
-    found = ConvProblem(
+    problem = ConvProblem(
         operation,
         draw(st.integers(1, 64)),
         draw(st.integers(1, 64)),
@@ -74,7 +73,7 @@ def problems(draw: st.DrawFn, unit: int = 1, **fixed: Any) -> ConvProblem:
         draw(st.sampled_from(["none", "tensor", "channel"])),
         operation == "fprop" and draw(st.booleans()),
     )
-    return dataclasses.replace(found, **fixed)
+    return dataclasses.replace(problem, **fixed)
 
 
 @settings(max_examples=200)
@@ -82,10 +81,10 @@ def problems(draw: st.DrawFn, unit: int = 1, **fixed: Any) -> ConvProblem:
 def test_candidates_are_kernels_that_serve_in_a_stable_order(
     problem: ConvProblem, arch: Arch
 ) -> None:
-    found = candidates.candidates(problem, arch)
-    assert found == candidates.candidates(problem, arch)
-    assert len({config.name for config in found}) == len(found)
-    for config in found:
+    configs = candidates.candidates(problem, arch)
+    assert configs == candidates.candidates(problem, arch)
+    assert len({config.name for config in configs}) == len(configs)
+    for config in configs:
         assert constraints.problems(config) == []
         assert constraints.serves(config, problem) is None
         assert config.arch == arch
@@ -94,9 +93,7 @@ def test_candidates_are_kernels_that_serve_in_a_stable_order(
 @settings(max_examples=200)
 @given(problem=problems(unit=16), arch=st.sampled_from(RUNNING))
 def test_usual_problems_have_kernels(problem: ConvProblem, arch: Arch) -> None:
-    """Where there is none, it is for a reason that is written down, and of the problem or the
-    architecture.
-    """
+    """Check for 8 to 16 candidates, but none for INT8 gradients and for strided, dilated dgrad."""
     assume(kernel_config.OPERANDS[problem.a, problem.b] <= arch)
     assume(min(problem.p, problem.q) >= 1)
     assume(problem.operation == "fprop" or problem.b_scale != "channel")
@@ -113,10 +110,10 @@ def test_usual_problems_have_kernels(problem: ConvProblem, arch: Arch) -> None:
 
 @pytest.mark.parametrize("arch", RUNNING)
 def test_every_configuration_is_a_kernel_with_a_source(arch: Arch) -> None:
-    found = list(conv_configs(arch))
-    names = {config.name for config in found}
-    assert len({config.digest for config in found}) == len(names)
-    for config in dict.fromkeys(found):
+    configs = list(conv_configs(arch))
+    names = {config.name for config in configs}
+    assert len({config.digest for config in configs}) == len(names)
+    for config in dict.fromkeys(configs):
         assert constraints.problems(config) == []
         unit = codegen.conv_source(config)
         assert unit.interface == "conv"
@@ -172,8 +169,8 @@ def test_invalid_configs_violate_their_rule(name: str, changed: dict[str, Any]) 
         config for config in candidates.candidates(RESNET, "sm_80") if config.tile == (128, 128, 64)
     )
     assert not constraints.problems(valid)
-    found = constraints.problems(dataclasses.replace(valid, **changed))
-    assert any(name in sentence for sentence in found)
+    violations = constraints.problems(dataclasses.replace(valid, **changed))
+    assert any(name in sentence for sentence in violations)
 
 
 HOPPER_BROKEN: list[tuple[str, dict[str, Any]]] = [
@@ -200,8 +197,8 @@ def test_invalid_wgmma_configs_violate_their_rule(name: str, changed: dict[str, 
     problem = dataclasses.replace(RESNET, a="bf16", b="bf16", a_scale="none", b_scale="none")
     valid = candidates.candidates(problem, "sm_90a")[0]
     assert codegen.on_hopper(valid)
-    found = constraints.problems(dataclasses.replace(valid, **changed))
-    assert any(name in sentence for sentence in found)
+    violations = constraints.problems(dataclasses.replace(valid, **changed))
+    assert any(name in sentence for sentence in violations)
 
 
 def test_rules_of_gradients_can_be_broken() -> None:

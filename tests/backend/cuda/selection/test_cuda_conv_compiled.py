@@ -1,5 +1,4 @@
-"""The host side of a compiled convolution held against the rules: what they let pass, CUTLASS
-takes.
+"""Host code of a compiled convolution: CUTLASS accepts all problems that the constraints allow.
 
 One kernel is compiled, for sm_80; tests/support/cuda/compiled/cuda_compile_all.py compiles all.
 """
@@ -27,7 +26,7 @@ from tests.support.cuda.compiled.small_units import build
 
 def arguments(p: ConvProblem, /, **changed: Any) -> ConvArguments:
     (pad_h, pad_w), (stride_h, stride_w), (dilation_h, dilation_w) = p.padding, p.stride, p.dilation
-    found: dict[str, int] = {
+    fields: dict[str, int] = {
         "a": 4096,
         "b": 8192,
         "d": 16384,
@@ -35,15 +34,15 @@ def arguments(p: ConvProblem, /, **changed: Any) -> ConvArguments:
         "b_scale": 64,
         "bias": 64 if p.bias else 0,
     }
-    found |= {name: getattr(p, name) for name in "nhwckrspq"}
-    found |= {"pad_h": pad_h, "pad_w": pad_w, "dilation_h": dilation_h, "dilation_w": dilation_w}
-    found |= {
+    fields |= {name: getattr(p, name) for name in "nhwckrspq"}
+    fields |= {"pad_h": pad_h, "pad_w": pad_w, "dilation_h": dilation_h, "dilation_w": dilation_w}
+    fields |= {
         "stride_h": stride_h,
         "stride_w": stride_w,
         "b_scale_per_channel": p.b_scale == "channel",
     }
-    found |= {"split": 1, "device": 0, "multiprocessors": 108}
-    return ConvArguments(**found | changed)
+    fields |= {"split": 1, "device": 0, "multiprocessors": 108}
+    return ConvArguments(**fields | changed)
 
 
 pytestmark = tiers.ALL
@@ -51,7 +50,7 @@ pytestmark = tiers.ALL
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> tuple[KernelConfig, libraries.Library]:
-    """A weight gradient in parts: the one whose host side decides most."""
+    """Compile a split-K weight gradient, which has the most decisions in host code."""
     try:
         toolchain.toolchain()
     except ToolchainError as error:
@@ -145,7 +144,7 @@ def test_wrong_arguments_are_refused(
 
 
 def test_parts_keep_the_device_busy(kernel: tuple[KernelConfig, libraries.Library]) -> None:
-    """The workspace holds a counter for each tile, where there is more than one part."""
+    """Check that the workspace has a counter for each tile if the reduction has several parts."""
     config, library = kernel
     small = ConvProblem(
         "wgrad", 8, 56, 56, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "bf16", "bf16", "fp32"

@@ -1,7 +1,7 @@
-"""GEMM kernels without a GPU: what is a kernel, and what is tried.
+"""GEMM kernels without a GPU: valid configurations and candidates.
 
-What kernels compute is in test_cuda_gemm_on_cpu.py, their text and what the compiler makes of it in
-test_cuda_gemm_compiled.py.
+test_cuda_gemm_on_cpu.py tests their results, test_cuda_gemm_compiled.py their source and compiled
+kernels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIMT = kernels(GemmProblem(4096, 4096, 4096, "fp32", "fp32", "fp32"), "sm_80")[0
 
 @st.composite
 def problems(draw: st.DrawFn, unit: int = 1) -> GemmProblem:
-    """Problems in all formats and layouts, with sizes that are multiples of `unit`."""
+    """Draw a problem in any format and layout, with sizes that are multiples of `unit`."""
     a, b = draw(st.sampled_from(sorted(kernel_config.OPERANDS)))
     size = st.integers(1, 20000 // unit).map(lambda value: value * unit)
     return GemmProblem(
@@ -60,10 +60,10 @@ def problems(draw: st.DrawFn, unit: int = 1) -> GemmProblem:
 def test_candidates_are_kernels_that_serve_in_a_stable_order(
     problem: GemmProblem, arch: str
 ) -> None:
-    found = kernels(problem, arch)
-    assert found == kernels(problem, arch)
-    assert len(set(found)) == len(found) == len({config.name for config in found})
-    for config in found:
+    configs = kernels(problem, arch)
+    assert configs == kernels(problem, arch)
+    assert len(set(configs)) == len(configs) == len({config.name for config in configs})
+    for config in configs:
         assert constraints.problems(config) == []
         assert constraints.serves(config, problem) is None
         assert config.arch == arch
@@ -88,7 +88,7 @@ def test_an_unknown_architecture_is_an_error_that_names_the_nearest() -> None:
 
 
 def test_tiles_suit_the_size() -> None:
-    """A batch of 16 rows is not computed in tiles of 128, a large product not in tiles of 64."""
+    """Check that 16 rows use a smaller tile than 8192 rows, or stream-K."""
     for arch in ARCHITECTURES:
         few, many = (kernels(dataclasses.replace(INT8, m=m), arch)[0] for m in (16, 8192))
         assert few.tile[0] * few.tile[1] < many.tile[0] * many.tile[1] or few.order == "stream_k"
@@ -205,9 +205,7 @@ ANY_SHAPE = st.one_of(
     ),
 )
 def test_any_configuration_has_an_answer(config: KernelConfig, changes: dict[str, object]) -> None:
-    """Rules say what is wrong with whatever users write; what they find nothing wrong with has a
-    source.
-    """
+    """Check that the rules handle any configuration, and that each valid one has a source."""
     changed = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
     if not constraints.problems(changed):
         assert changed.name in codegen.gemm_source(changed).source
@@ -245,17 +243,17 @@ def test_kernels_without_scales_or_bias_do_not_serve_problems_with_them() -> Non
 
 
 def test_users_add_kernels() -> None:
-    own = dataclasses.replace(AMPERE, stages=6)
-    assert own not in kernels(INT8, "sm_80")
+    custom = dataclasses.replace(AMPERE, stages=6)
+    assert custom not in kernels(INT8, "sm_80")
     try:
-        assert tried.add(own) == tried.add(own) == own
-        assert kernels(INT8, "sm_80")[-1] == own
-        assert own in tried.all_configs("sm_80")
-        assert own not in kernels(BF16, "sm_80")
-        assert own not in kernels(INT8, "sm_86")
+        assert tried.add(custom) == tried.add(custom) == custom
+        assert kernels(INT8, "sm_80")[-1] == custom
+        assert custom in tried.all_configs("sm_80")
+        assert custom not in kernels(BF16, "sm_80")
+        assert custom not in kernels(INT8, "sm_86")
     finally:
-        tried.remove(own)
-    assert own not in kernels(INT8, "sm_80")
+        tried.remove(custom)
+    assert custom not in kernels(INT8, "sm_80")
 
 
 def test_a_kernel_that_breaks_rules_is_refused_with_all_of_them() -> None:

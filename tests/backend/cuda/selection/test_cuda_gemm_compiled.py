@@ -1,10 +1,9 @@
-"""The text of GEMM kernels, and the host side of compiled ones: what they refuse, how much memory
-they ask for.
+"""Source of GEMM kernels, and host code of compiled ones: rejected arguments and required memory.
 
-One of each generation of CUTLASS is compiled, into the user's cache, where the stand-in for the
-runtime (test_cuda_stand_in) has it too.
-That is a test as well: what spills, keeps a stack, serializes wgmma or lacks its instruction is
-refused. All kernels are compiled by tests/support/cuda/compiled/cuda_compile_all.py.
+One kernel of each CUTLASS generation is compiled, into the user's cache, which it shares with
+test_cuda_stand_in.py. The build is itself a test: it refuses kernels that spill, use a stack,
+serialize wgmma or lack their instruction. tests/support/cuda/compiled/cuda_compile_all.py compiles
+all kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_each_attribute_is_in_the_source(name: str) -> None:
-    """But for the name of the kernel, which is in it anyway."""
+    """Compare sources without the kernel's name; the architecture changes only the name."""
     changed = dataclasses.replace(AMPERE, **{name: FIELDS[name]})  # type: ignore[arg-type]
     before, after = (codegen.gemm_source(config) for config in (AMPERE, changed))
     assert before == codegen.gemm_source(dataclasses.replace(AMPERE))
@@ -96,8 +95,8 @@ compiles = pytest.mark.skipif(bool(NO_TOOLS), reason=NO_TOOLS.replace("\n", " ")
 @compiles
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_89", "sm_90a"])
 def test_nvcc_accepts_the_batch_command(arch: Arch, tmp_path: Path) -> None:
-    """It makes machine code of one architecture: with PTX beside it nvcc takes none, and each
-    kernel was compiled by itself.
+    """Check that the command requests machine code of one architecture: nvcc rejects batches with
+    PTX, and each kernel was then compiled separately.
     """
     source = tmp_path / "batch.cu"
     source.write_text("__global__ void nothing() {}\n")
@@ -116,18 +115,28 @@ def test_nvcc_accepts_the_batch_command(arch: Arch, tmp_path: Path) -> None:
 
 @functools.cache
 def compiled(config: KernelConfig) -> library.Library:
-    """Compiles a kernel, once.
+    """Compile a kernel, once.
 
-    `build` refuses what spills, keeps a stack, serializes wgmma or lacks its instruction.
+    `build` refuses kernels that spill, use a stack, serialize wgmma or lack their instruction.
     """
     unit = codegen.gemm_source(config)
     return library.load(build([unit], progress=False)[unit], unit)
 
 
 def arguments(m: int = 512, n: int = 256, k: int = 1024, **changes: int) -> GemmArguments:
-    """Arguments whose pointers are numbers: nothing here follows them."""
-    given = {"a": 4096, "b": 8192, "d": 16384, "lda": k, "ldb": k, "ldd": n, "m": m, "n": n, "k": k}
-    return GemmArguments(**(given | {"multiprocessors": 108} | changes))
+    """Return arguments with dummy pointers, which are not dereferenced."""
+    fields = {
+        "a": 4096,
+        "b": 8192,
+        "d": 16384,
+        "lda": k,
+        "ldb": k,
+        "ldd": n,
+        "m": m,
+        "n": n,
+        "k": k,
+    }
+    return GemmArguments(**(fields | {"multiprocessors": 108} | changes))
 
 
 EACH = pytest.mark.parametrize("config", [STREAM_K, HOPPER], ids=["2.x", "3.x"])
@@ -138,9 +147,9 @@ EACH = pytest.mark.parametrize("config", [STREAM_K, HOPPER], ids=["2.x", "3.x"])
 @EACH
 @pytest.mark.timeout(900)
 def test_host_code_rejects_unsupported_arguments(config: KernelConfig) -> None:
-    """Of stream-K with scales of each row, which is short of registers, and of wgmma."""
-    found = compiled(config)
-    served = (
+    """Check stream-K with scales per row, which needs the most registers, and wgmma."""
+    loaded = compiled(config)
+    supported = (
         arguments(),
         arguments(a_scale=64, b_scale=64, bias=64),
         arguments(a_scale=4, a_scale_per_row=1, b_scale=4, b_scale_per_column=1),
@@ -149,7 +158,7 @@ def test_host_code_rejects_unsupported_arguments(config: KernelConfig) -> None:
         arguments(lda=2048, ldb=4096, ldd=264),
         arguments(m=1, n=8, k=16),
     )
-    assert [found.can_implement(each) for each in served] == [None] * len(served)
+    assert [loaded.can_implement(each) for each in supported] == [None] * len(supported)
     misaligned = (
         arguments(a=4104),
         arguments(b=8193),
@@ -162,7 +171,7 @@ def test_host_code_rejects_unsupported_arguments(config: KernelConfig) -> None:
         arguments(bias=66),
         arguments(a_scale=65),
     )
-    assert {found.can_implement(each) for each in misaligned} == {"Error Misaligned Operand"}
+    assert {loaded.can_implement(each) for each in misaligned} == {"Error Misaligned Operand"}
     impossible = (
         arguments(a=0),
         arguments(d=0),
@@ -175,7 +184,7 @@ def test_host_code_rejects_unsupported_arguments(config: KernelConfig) -> None:
         arguments(b_scale_per_column=1),
         arguments(split=-1),
     )
-    assert {found.can_implement(each) for each in impossible} == {"Error Invalid Problem"}
+    assert {loaded.can_implement(each) for each in impossible} == {"Error Invalid Problem"}
 
 
 @tiers.ALL
@@ -183,23 +192,23 @@ def test_host_code_rejects_unsupported_arguments(config: KernelConfig) -> None:
 @EACH
 @pytest.mark.timeout(900)
 def test_workspace_and_shared_memory(config: KernelConfig) -> None:
-    """Stream-K keeps partial sums of the tiles that threadblocks share: 64 KB each at 128 x 128, at
-    most two a multiprocessor.
+    """Check the workspace of stream-K, which stores partial sums of shared tiles: 64 KB each at
+    128 x 128, at most two per multiprocessor.
     """
-    found = compiled(config)
+    loaded = compiled(config)
     if config == STREAM_K:
         sizes = [
-            found.workspace(arguments(4096, 4096, 4096, multiprocessors=count))
+            loaded.workspace(arguments(4096, 4096, 4096, multiprocessors=count))
             for count in (66, 108)
         ]
         assert 0 < sizes[0] < sizes[1] <= 2 * 4 * 128 * 128 * 108 + (1 << 16)
-        assert found.can_implement(arguments(split=4)) is None
+        assert loaded.can_implement(arguments(split=4)) is None
     else:
-        assert found.workspace(arguments()) == 0
-        assert found.can_implement(arguments(split=2)) == "Error Invalid Problem"
+        assert loaded.workspace(arguments()) == 0
+        assert loaded.can_implement(arguments(split=2)) == "Error Invalid Problem"
     m, n, k = config.tile
     assert (
         (m + n) * k * max(config.stages, 2)
-        <= library.shared_memory(found.path)
+        <= library.shared_memory(loaded.path)
         <= kernel_config.SHARED_MEMORY[config.arch]
     )

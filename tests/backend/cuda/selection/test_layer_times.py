@@ -1,5 +1,5 @@
-"""Which layers pay for their quantization: measured times of layers, those of this package, and
-the estimate for all others, which no measurement contradicts.
+"""Decision whether a quantized layer is faster: tuned and shipped layer times, and the estimate for
+other layers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measured() -> list[LayerTimes]:
 
 
 def products(m: int, n: int, k: int, precision: str) -> dict[Part, Problem]:
-    """The products of a linear layer."""
+    """Return the products of a linear layer."""
     narrow, gradient = precision.removesuffix("_grad"), GRADIENTS[precision]
     saved = gradient if gradient == "bf16" else narrow
     scaled: Any = {"a_scale": "tensor", "b_scale": "tensor"}
@@ -53,7 +53,7 @@ def products(m: int, n: int, k: int, precision: str) -> dict[Part, Problem]:
 
 
 def test_shipped_table_has_the_measured_rows() -> None:
-    """Three cubes in three formats were measured on an H200, and no other GPU."""
+    """Check the table of the H200, the only measured GPU: three cubic sizes in three formats."""
     table = shipped("h200")
     assert table is not None and table.environment.gpu == "NVIDIA H200"
     assert list(table.layers.values()) == measured() and len(table.layers) == 9
@@ -63,8 +63,8 @@ def test_shipped_table_has_the_measured_rows() -> None:
 
 
 def test_estimate_is_conservative() -> None:
-    """By the estimate no layer pays that was measured to be slower, and no speed is above the
-    measured one by more than 8 %.
+    """Check that no layer is estimated to be faster but measured to be slower, and that estimated
+    speeds exceed measured speeds by at most 8 %.
     """
     for times in measured():
         m, n, k = times.problem.m, times.problem.n, times.problem.k  # type: ignore[union-attr]
@@ -82,7 +82,7 @@ def test_quantization_and_conversions_count() -> None:
     device, parts = get("a100"), products(4096, 4096, 4096, "int8")
     by_kernel = frozenset(parts)
     int8 = estimate(parts, by_kernel, "int8", "bf16", device)
-    # Gradients in BF16 read saved operands of a byte a value, which are converted first.
+    # Products with BF16 gradients first convert the saved 8-bit operands.
     assert int8.speed(["input_gradient"]) < 1 and int8.speed(["weight_gradient"]) < 1
     without = estimate(parts, frozenset(), "int8", "bf16", device)
     assert without.speed() < 1 and without.speed(["forward"]) < 1
@@ -117,7 +117,7 @@ def rows(m: int, n: int, k: int, seconds: float) -> Iterator[LayerTimes]:
 
 
 def test_tuned_layers_decide_first(tmp_path: Path) -> None:
-    """A table of `qsync tune` counts before any estimate, for sizes of its bucket."""
+    """Check that a table of `qsync tune` has priority over estimates for sizes of its bucket."""
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
     x = torch.randn(31, 64, requires_grad=True)
     for seconds, fmt in ((0.5, "int8"), (2.0, "bf16")):
@@ -131,7 +131,7 @@ def test_tuned_layers_decide_first(tmp_path: Path) -> None:
 
 
 def test_gradients_that_nobody_needs_do_not_count() -> None:
-    """The first layer of a model has no input gradient."""
+    """Exclude the input gradient, which the first layer of a model does not compute."""
     (times,) = rows(32, 96, 64, 2.0)
     slow = replace(times, seconds={**times.seconds, "input_gradient": 9.0})
     assert slow.speed(["forward", "weight_gradient"]) == 2 / 3
@@ -159,7 +159,7 @@ def test_invalid_rows_are_errors(changes: dict[str, Any], said: str, tmp_path: P
 
 
 def test_devices_are_recognized_by_the_names_of_their_drivers() -> None:
-    for name, capability, found in (
+    for name, capability, expected in (
         ("NVIDIA H200", (9, 0), "h200"),
         ("NVIDIA H100 80GB HBM3", (9, 0), "h100"),
         ("NVIDIA A100-SXM4-80GB", (8, 0), "a100"),
@@ -167,7 +167,7 @@ def test_devices_are_recognized_by_the_names_of_their_drivers() -> None:
         ("NVIDIA A100-SXM4-80GB", (9, 0), None),
         ("NVIDIA Something 9", (9, 0), None),
     ):
-        assert str(device_called(name, capability)) == str(found)
+        assert str(device_called(name, capability)) == str(expected)
     for arch in get_args(Arch):
         assert get(TYPICAL[arch]).kind == "gpu"
     row = next(iter(measured()))
@@ -188,7 +188,7 @@ def test_devices_are_recognized_by_the_names_of_their_drivers() -> None:
 def test_layers_are_timed_in_both_formats(
     problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The measurement of `qsync tune`, on this machine's CPU with its clock."""
+    """Run the measurement of `qsync tune` on the CPU."""
     ran: list[tuple[str, bool, bool]] = []
     step = layer_timer._step
 

@@ -1,6 +1,5 @@
-"""What the tuner keeps: tables and recordings.
-
-Files are hostile until they are read; none is half written, none is lost.
+"""Tables and recordings of the tuner: validation of untrusted files, and writes that are atomic and
+lose no data.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ def test_tables_are_saved_and_merged(tmp_path: Path) -> None:
     tuning.save_table(path, HERE, [first, TunedChoice(BF16, "torch", {"torch": 1.0})])
     second = replace(first, seconds={"torch": 0.25})
     tuning.save_table(path, HERE, [second, TunedChoice(CONV, "torch", {"torch": 2.0})])
-    found = tuning.load_table(path, HERE)
-    assert found.choices == {
+    table = tuning.load_table(path, HERE)
+    assert table.choices == {
         INT8: second,
         BF16: TunedChoice(BF16, "torch", {"torch": 1.0}),
         CONV: TunedChoice(CONV, "torch", {"torch": 2.0}),
     }
     assert (
-        found.choice(replace(INT8, m=4001)) == second and found.choice(replace(INT8, m=9)) is None
+        table.choice(replace(INT8, m=4001)) == second and table.choice(replace(INT8, m=9)) is None
     )
     assert [p.suffix for p in path.parent.iterdir() if p.name.startswith(".")] == []
 
@@ -60,7 +59,7 @@ for at in range(10):
     problem = replace(BF16, m=1024 << int(sys.argv[1]), n=1024 << at)
     tuning.save_table(Path({str(path)!r}), HERE, [TunedChoice(problem, "torch", {{"torch": 1.0}})])
 """
-    writers = [subprocess.Popen([sys.executable, "-c", program, str(at)]) for at in range(2)]
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(index)]) for index in range(2)]
     assert [writer.wait(120) for writer in writers] == [0, 0]
     assert len(tuning.load_table(path, HERE).choices) == 20
 
@@ -165,19 +164,19 @@ def test_a_run_that_fails_leaves_the_table(tmp_path: Path) -> None:
 
 def test_recordings_are_read_back(tmp_path: Path) -> None:
     kernels, times = timer([1.0, 1.1], [0.5, 0.6])
-    keeper = RecordingTimer(times)
-    tune(INT8, kernels, keeper, rounds=2)
+    recorder = RecordingTimer(times)
+    tune(INT8, kernels, recorder, rounds=2)
     path = tmp_path / "recorded.json"
-    tuning.save_recording(path, recording({INT8: keeper.seconds}))
-    found = tuning.load_recording(path)
-    assert found.environment == HERE and found.arch == "sm_90a"
-    again = tune(INT8, kernels, found.timer(INT8), rounds=1)
+    tuning.save_recording(path, recording({INT8: recorder.seconds}))
+    loaded = tuning.load_recording(path)
+    assert loaded.environment == HERE and loaded.arch == "sm_90a"
+    again = tune(INT8, kernels, loaded.timer(INT8), rounds=1)
     assert (
         again.name == kernels[0].name
         and again.seconds == tune(INT8, kernels, times, rounds=1).seconds
     )
-    # A problem of a recorded bucket has its timings.
-    assert found.timer(replace(INT8, m=4090)).seconds == keeper.seconds
+    # A problem uses the timings of its bucket.
+    assert loaded.timer(replace(INT8, m=4090)).seconds == recorder.seconds
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The tuner's decisions, from recorded timings, and the problems that they are for."""
+"""Decisions of the tuner from recorded timings, and buckets of problems."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def test_of_equals_the_earlier_wins_and_the_fastest_is_never_far() -> None:
 
 def test_the_median_decides_so_outliers_do_not() -> None:
     kernels, times = timer([1.0, 1.0, 1.0, 1.0, 0.1], [0.9, 0.9, 0.9, 90.0, 90.0])
-    found = tune(INT8, kernels, times)
-    assert found.name == kernels[0].name and found.seconds == {"torch": 1.0, kernels[0].name: 0.9}
+    choice = tune(INT8, kernels, times)
+    assert choice.name == kernels[0].name and choice.seconds == {"torch": 1.0, kernels[0].name: 0.9}
 
 
 def test_failed_candidates_are_recorded_with_a_reason() -> None:
     kernels, times = timer([1.0], None, [0.5])
-    found = tune(INT8, kernels, times)
-    assert found.name == kernels[1].name
-    assert list(found.failed) == [kernels[0].name] and "recorded" in found.failed[kernels[0].name]
+    choice = tune(INT8, kernels, times)
+    assert choice.name == kernels[1].name
+    assert list(choice.failed) == [kernels[0].name] and "recorded" in choice.failed[kernels[0].name]
     kernels, times = timer(None, [0.7])
     assert tune(INT8, kernels, times).name == kernels[0].name
 
@@ -75,8 +75,8 @@ def test_a_candidate_that_fails_late_has_no_time() -> None:
                 raise TuningError("the kernel cannot be launched")
             return [0.1]
 
-    found = tune(INT8, configs(1), Dying())
-    assert found.name == "torch" and list(found.seconds) == ["torch"]
+    choice = tune(INT8, configs(1), Dying())
+    assert choice.name == "torch" and list(choice.seconds) == ["torch"]
 
 
 @pytest.mark.parametrize("nonsense", [[0.0], [-1.0], [float("nan")], [float("inf")], []])
@@ -94,21 +94,21 @@ def test_missing_timings_select_no_kernel(nonsense: list[float]) -> None:
     st.randoms(use_true_random=False),
 )
 def test_choices_hold_under_noise(medians: list[float], noise: list[float], random: Any) -> None:
-    """Noise around the same medians, in any order, with outliers: the same choice, and never one
-    that is far from the fastest.
+    """Check that noise with unchanged medians, in any order and with outliers, changes no choice,
+    and that each choice is within the margin of the fastest.
     """
-    around = sorted(noise)
-    around = [value - around[4] for value in around]  # the median of nine is where it was
+    offsets = sorted(noise)
+    offsets = [value - offsets[4] for value in offsets]  # the median of nine is 0
     series = []
     for value in medians:
-        shaken = [value * (1 + part) for part in around]
-        random.shuffle(shaken)
-        series.append(shaken)
+        noisy = [value * (1 + part) for part in offsets]
+        random.shuffle(noisy)
+        series.append(noisy)
     kernels, times = timer(*series)
-    found = tune(INT8, kernels, times)
-    still, clean = timer(*[[value] for value in medians])
-    assert found.name == tune(INT8, still, clean).name
-    assert found.best <= min(found.seconds.values()) * (1 + MARGIN)
+    choice = tune(INT8, kernels, times)
+    same_kernels, clean = timer(*[[value] for value in medians])
+    assert choice.name == tune(INT8, same_kernels, clean).name
+    assert choice.best <= min(choice.seconds.values()) * (1 + MARGIN)
 
 
 def test_candidates_are_interleaved_in_rotating_order() -> None:
@@ -121,7 +121,7 @@ def test_candidates_are_interleaved_in_rotating_order() -> None:
 
     kernels = configs(2)
     tune(INT8, kernels, Watching(), rounds=3)
-    rounds = [order[at : at + 3] for at in range(0, 9, 3)]
+    rounds = [order[start : start + 3] for start in range(0, 9, 3)]
     assert (
         all(sorted(part) == sorted(order[:3]) for part in rounds)
         and len({part[0] for part in rounds}) == 3
@@ -132,10 +132,10 @@ def test_candidates_are_interleaved_in_rotating_order() -> None:
 def test_int8_is_compared_with_bf16(int8: float, bf16: float, faster: bool) -> None:
     kernel = configs(1)[0].name
     times = recording({INT8: {"torch": [1.0], kernel: [int8]}, BF16: {"torch": [bf16]}})
-    found = {
+    choices = {
         choice.problem: choice for choice in tune_all([INT8], lambda p: configs(1), times.timer)
     }
-    assert found[INT8].faster_than_bf16 is faster and found[BF16].faster_than_bf16 is None
+    assert choices[INT8].faster_than_bf16 is faster and choices[BF16].faster_than_bf16 is None
 
 
 @pytest.mark.parametrize(
@@ -147,26 +147,26 @@ def test_a_device_without_a_unit_for_bf16_compares_with_fp16(arch: Arch, fmt: st
     floats = replace(BF16, a=fmt, b=fmt)
     assert buckets([INT8], wide) == [INT8, floats]
     times = recording({INT8: {"torch": [0.9]}, floats: {"torch": [0.8]}})
-    found, _ = tune_all([INT8], lambda p: (), times.timer, wide=wide)
-    assert found.faster_than_bf16 is False
+    choice, _ = tune_all([INT8], lambda p: (), times.timer, wide=wide)
+    assert choice.faster_than_bf16 is False
 
 
 def test_unmeasurable_problem_is_reported_and_tuning_continues() -> None:
-    said: list[tuple[Problem, bool, str]] = []
+    reports: list[tuple[Problem, bool, str]] = []
     times = recording({INT8: {"torch": [1.0]}})
 
     def report(problem: Problem, choice: TunedChoice | None, why: str) -> None:
-        said.append((problem, choice is None, why))
+        reports.append((problem, choice is None, why))
 
-    found = tune_all([CONV, INT8], lambda p: (), times.timer, report=report)
-    assert [choice.problem for choice in found] == [INT8] and found[0].faster_than_bf16 is None
-    assert {problem: failed for problem, failed, _ in said} == {
+    choices = tune_all([CONV, INT8], lambda p: (), times.timer, report=report)
+    assert [choice.problem for choice in choices] == [INT8] and choices[0].faster_than_bf16 is None
+    assert {problem: failed for problem, failed, _ in reports} == {
         CONV: True,
         INT8: False,
         BF16: True,
         counterpart(CONV): True,
     }
-    assert all("recorded" in why for _, failed, why in said if failed)
+    assert all("recorded" in why for _, failed, why in reports if failed)
 
 
 def test_problems_of_one_bucket_are_tuned_once() -> None:

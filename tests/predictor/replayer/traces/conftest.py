@@ -1,4 +1,4 @@
-"""Traces of a run that both tests of good traces and of damaged ones start from."""
+"""Recorded traces, shared by the tests of valid and of damaged traces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.distributed import traced_rank
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both traces of a run of one rank, and the order in which its gradients arrived."""
+    """Return a folder with both traces of a single-rank run and its gradients' arrival order."""
     where = tmp_path_factory.mktemp("traces")
     arrival = traced_rank.main(0, 1, str(where))
     (where / "arrival.json").write_text(json.dumps(arrival))

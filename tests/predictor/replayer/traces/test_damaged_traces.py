@@ -1,5 +1,6 @@
-"""What is wrong with traces that are damaged is said, and where; any other change of them does no
-harm.
+"""Damaged traces: errors name the cause and its position.
+
+Random changes end in a valid step or in such an error.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def test_damaged_traces(edit: Edit, what: str, where: str, folder: Path, tmp_pat
 
 
 def nodes(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = trace["nodes"]
-    return found
+    result: list[dict[str, Any]] = trace["nodes"]
+    return result
 
 
 def without_leaves(trace: dict[str, Any]) -> None:
@@ -101,10 +102,10 @@ def says_what_and_where(error: ProfileError, path: Path | None, what: str, where
 
 
 def test_files_that_are_cut_off(folder: Path, tmp_path: Path) -> None:
-    whole = (folder / "kineto-0.json").read_bytes()
+    content = (folder / "kineto-0.json").read_bytes()
     cut, packed = tmp_path / "cut.json", tmp_path / "cut.json.gz"
-    cut.write_bytes(whole[: len(whole) // 2])
-    packed.write_bytes(gzip.compress(whole)[: -len(whole) // 100])
+    cut.write_bytes(content[: len(content) // 2])
+    packed.write_bytes(gzip.compress(content)[: -len(content) // 100])
     with pytest.raises(ProfileError, match="the trace is truncated") as caught:
         kineto(cut)
     assert "line" in str(caught.value.where) and caught.value.do
@@ -134,7 +135,7 @@ def test_any_change_ends_in_a_step_or_an_error(data: st.DataObject, tmp_path: Pa
         trace,
         trace["distributedInfo"],
         *trace["traceEvents"],
-        *(one["args"] for one in trace["traceEvents"]),
+        *(event["args"] for event in trace["traceEvents"]),
     ]
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.sampled_from([place for place in places if place]))
@@ -142,8 +143,8 @@ def test_any_change_ends_in_a_step_or_an_error(data: st.DataObject, tmp_path: Pa
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(trace))
     with suppress(ProfileError):
-        for found in read_steps(path):
-            assert found.schedule.seconds <= found.seconds * (1 + 1e-9) + 1e-9
+        for step in read_steps(path):
+            assert step.schedule.seconds <= step.seconds * (1 + 1e-9) + 1e-9
 
 
 @settings(
@@ -157,8 +158,14 @@ def test_any_change_of_an_execution_trace_ends_in_nodes_or_an_error(
     attributes = [{"name": "rf_id", "value": 3}]
     inputs = {"values": [[1, 2, 0, 64, 4, "cpu"], [[5, 6, 0, 8, 2, "cpu"]]]}
     made = [
-        {"id": at, "ctrl_deps": max(at - 1, 0), "name": name, "attrs": attributes, "inputs": inputs}
-        for at, name in enumerate(names)
+        {
+            "id": index,
+            "ctrl_deps": max(index - 1, 0),
+            "name": name,
+            "attrs": attributes,
+            "inputs": inputs,
+        }
+        for index, name in enumerate(names)
     ]
     trace: dict[str, Any] = json.loads(json.dumps({"nodes": made}))
     place = data.draw(

@@ -1,4 +1,4 @@
-"""Traces that torch's profilers wrote, read into schedules."""
+"""Schedules that are read from traces of torch's profilers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from tests.support.planning.trace_files import device_trace, edited
 
 @pytest.fixture(scope="module")
 def step(folder: Path) -> TracedSchedule:
-    found = read_steps(folder / "kineto-0.json", folder / "execution-0.json")
-    assert len(found) == traced_rank.STEPS
-    return found[1]
+    steps = read_steps(folder / "kineto-0.json", folder / "execution-0.json")
+    assert len(steps) == traced_rank.STEPS
+    return steps[1]
 
 
 def test_forward_and_backward_share_the_operator_name(step: TracedSchedule) -> None:
     forward = [entry.operator for entry in step.schedule.forward if entry.part is Part.FORWARD]
     linears, relus = (
-        [f"aten::{kind}#{at}" for at in range(count)]
+        [f"aten::{kind}#{index}" for index in range(count)]
         for kind, count in (("linear", 4), ("relu", 2))
     )
     assert [name for name in forward if "linear" in name] == linears
@@ -51,14 +51,14 @@ def test_forward_and_backward_share_the_operator_name(step: TracedSchedule) -> N
 
 def test_schedule_duration_equals_the_step(folder: Path) -> None:
     traced = json.loads((folder / "kineto-0.json").read_text())["traceEvents"]
-    for found in read_steps(folder / "kineto-0.json"):
+    for recorded in read_steps(folder / "kineto-0.json"):
         (mark,) = (
-            event for event in traced if event.get("name") == found.name and event["ph"] == "X"
+            event for event in traced if event.get("name") == recorded.name and event["ph"] == "X"
         )
-        assert found.seconds == pytest.approx(mark["dur"] / 1e6)
-        schedule = found.schedule
-        waited = found.seconds - schedule.seconds
-        assert 0 <= waited <= sum(found.sent) + 1e-6
+        assert recorded.seconds == pytest.approx(mark["dur"] / 1e6)
+        schedule = recorded.schedule
+        waited = recorded.seconds - schedule.seconds
+        assert 0 <= waited <= sum(recorded.sent) + 1e-6
         adamw = next(
             event
             for event in traced
@@ -70,22 +70,22 @@ def test_schedule_duration_equals_the_step(folder: Path) -> None:
 
 @pytest.mark.parametrize("with_execution", [True, False])
 def test_buckets_equal_ddp(folder: Path, with_execution: bool) -> None:
-    """Their sizes stand in both traces."""
+    """Both traces contain the sizes of buckets."""
     numels = [parameter.numel() for parameter in traced_rank.model().parameters()]
     arrival = json.loads((folder / "arrival.json").read_text())
     wanted = [
-        sum(numels[at] for at in bucket)
+        sum(numels[index] for index in bucket)
         for bucket in ddp_buckets(numels, arrival=arrival, limits=(traced_rank.BUCKET_MIB * 2**20,))
     ]
     execution = folder / "execution-0.json" if with_execution else None
-    for found in read_steps(folder / "kineto-0.json", execution):
-        sizes = [(bucket.numel, bucket.dtype_bytes) for bucket in found.schedule.parameters]
-        assert sizes == [(count, 4) for count in wanted] and len(found.sent) == len(wanted)
-        ready = list(found.schedule.ready.values())
+    for recorded in read_steps(folder / "kineto-0.json", execution):
+        sizes = [(bucket.numel, bucket.dtype_bytes) for bucket in recorded.schedule.parameters]
+        assert sizes == [(count, 4) for count in wanted] and len(recorded.sent) == len(wanted)
+        ready = list(recorded.schedule.ready.values())
         assert ready == sorted(set(ready)) and len(ready) == len(wanted) > 2
         linear_0 = [
-            at
-            for at, entry in enumerate(found.schedule.backward)
+            index
+            for index, entry in enumerate(recorded.schedule.backward)
             if entry.operator == "aten::linear#0"
         ]
         assert ready[0] < linear_0[0] < ready[-1]
@@ -97,8 +97,8 @@ def test_rank_is_replayed_alone_and_on_a_cluster(step: TracedSchedule, folder: P
     )
     cluster = Cluster({"here": ClusterDevice(count=4)}, Network(bandwidth=1e9, latency=1e-5))
     played = played_traces({"here": [step]}, cluster)
-    taken = played.step.arrived - played.step.sent
-    assert taken.tolist() == pytest.approx(
+    durations = played.step.arrived - played.step.sent
+    assert durations.tolist() == pytest.approx(
         [1e-5 + 1.5 * 4 * bucket.numel / 1e9 for bucket in step.schedule.parameters]
     )
     assert float(played.step.seconds) > step.schedule.seconds
@@ -119,13 +119,13 @@ def test_two_ranks_wait_for_each_other(tmp_path: Path) -> None:
     }
     played = played_traces(traces)
     assert played.cluster.ranks == 2 and len(played.buckets) > 2
-    taken = played.step.arrived - played.step.sent
-    steps = [[one.name for one in found] for found in traces.values()]
+    durations = played.step.arrived - played.step.sent
+    steps = [[item.name for item in recorded] for recorded in traces.values()]
     assert steps[0] == steps[1]
     chosen = [
         pair
         for pair in zip(*traces.values(), strict=True)
-        if taken.tolist()
+        if durations.tolist()
         == pytest.approx([min(both) for both in zip(pair[0].sent, pair[1].sent, strict=True)])
     ]
     assert len(chosen) == 1

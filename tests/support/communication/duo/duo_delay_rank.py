@@ -1,4 +1,4 @@
-"""Rank of the tests of late gradients in DUO; tests/communication runs it as a process."""
+"""Rank process of the tests of delayed gradients in DUO, started by tests/communication."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def compressed(model: nn.Module, way: str, optimizer: torch.optim.Optimizer) -> 
 
 
 def stability(rank: int, world: int, job: dict[str, Any]) -> list[bool]:
-    """Return for each way and learning rate whether SGD with momentum converges on a quadratic.
+    """Return for each method and learning rate whether SGD with momentum converges on a quadratic.
 
-    Its curvature is one, so the learning rate is the product of both.
+    The curvature is 1, so the learning rate equals its product with the curvature.
     """
     converges = []
-    for way, rate in job["ways"]:
+    for method, rate in job["ways"]:
         layer = nn.Linear(8, 1, bias=False)
         nn.init.ones_(layer.weight)
         model = DistributedDataParallel(layer)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=job["momentum"])
-        handle = compressed(model, way, optimizer)
+        handle = compressed(model, method, optimizer)
         norms = []
         for _ in range(job["steps"]):
             optimizer.zero_grad()
@@ -54,7 +54,7 @@ def stability(rank: int, world: int, job: dict[str, Any]) -> list[bool]:
 
 
 class Gpt(nn.Module):
-    """Next-word predictor with one block: int64 (texts, words) -> (texts, words, vocabulary)."""
+    """Causal language model of one block: [texts, words], int64, to [texts, words, WORDS]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Gpt(nn.Module):
 
 
 def texts(n: int = 64) -> Tensor:
-    """Return texts of a random Markov chain."""
+    """Return `n` texts of LENGTH + 1 words from a random Markov chain."""
     generator = torch.Generator().manual_seed(0)
     chances = torch.softmax(2 * torch.randn(WORDS, WORDS, generator=generator), 1)
     words = [torch.randint(0, WORDS, (n,), generator=generator)]
@@ -80,39 +80,39 @@ def texts(n: int = 64) -> Tensor:
 
 
 def oscillation(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Train a GPT on the same texts in each step, and correlate the FP32 means of steps.
+    """Train a GPT on the same texts in each step, and correlate the FP32 mean gradients.
 
-    Return for each way the mean cosines of gradients by lag in steps, and the mean loss at the end.
+    Return for each method the mean cosine of gradients by lag in steps, and the final mean loss.
     """
-    found = {}
+    results = {}
     rows = torch.chunk(texts(), world)[rank]
-    for way in ("fp32", "duo0", "stays"):
+    for method in ("fp32", "duo0", "stays"):
         torch.manual_seed(0)
         model = DistributedDataParallel(Gpt())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        handle = compressed(model, way, optimizer)
+        handle = compressed(model, method, optimizer)
         history, cosines, losses = deque[Tensor](maxlen=LAGS), [], []
         for _ in range(200):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
             loss.backward()
-            gradients = {place: p.grad for place, p in enumerate(model.parameters())}
+            gradients = {index: p.grad for index, p in enumerate(model.parameters())}
             optimizer.step()
             losses.append(loss.item())
             if handle is not None:
                 handle.wait()  # until the means in FP32 are complete
                 gradients = handle._steps.pending.gradients
-            flat = torch.cat([gradients[place].flatten() for place in sorted(gradients)])
+            flat = torch.cat([gradients[index].flatten() for index in sorted(gradients)])
             history.appendleft(flat / flat.norm())
             if len(losses) > BEGIN:
                 cosines.append(torch.stack(list(history)) @ history[0])
         if handle is not None:
             handle.flush()
-        found[way] = {
+        results[method] = {
             "cosines": torch.stack(cosines).mean(0).tolist(),
             "loss": sum(losses[-20:]) / 20,
         }
-    return found
+    return results
 
 
 if __name__ == "__main__":

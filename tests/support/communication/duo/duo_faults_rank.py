@@ -1,4 +1,4 @@
-"""Rank of the tests of unsupported uses of DUO; tests/communication runs it as a process."""
+"""Rank process of the tests of unsupported uses of DUO, started by tests/communication."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.processes import ranks
 
 def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Return the errors of unsupported uses of DUO."""
-    found: dict[str, Any] = {}
-    says = partial(refusal, found)
+    errors: dict[str, Any] = {}
+    says = partial(refusal, errors)
 
     def training(**how: Any) -> tuple[Any, Any]:
         model = parallel()
@@ -70,7 +70,7 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     handle.skip()
     backward(model)
     sgd.step()
-    found["skipped"] = handle.report().ahead.skipped
+    errors["skipped"] = handle.report().ahead.skipped
     says("again", sgd.step)
     says("with a closure", lambda: sgd.step(lambda: torch.zeros(())))
     model, sgd = training()
@@ -81,11 +81,11 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             backward(model)
 
     says("join", joins)
-    return found
+    return errors
 
 
 def disagreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    found = {}
+    errors = {}
     for name, codec, rate in (
         ("codec", "duo4" if rank else "duo2", 0.1),
         ("way", "duo4" if rank else "qsgd4", 0.1),
@@ -96,8 +96,8 @@ def disagreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         try:
             compress(model, codec, optimizer=optimizer if codec.startswith("duo") else None)
         except qsync_fx.RankError as error:
-            found[name] = said(error)
-    return found
+            errors[name] = said(error)
+    return errors
 
 
 def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rank of the tests of DUO's memory; tests/communication and tests/gpu run it as a process."""
+"""Rank process of the memory tests of DUO, started by tests/communication and tests/gpu."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ STEPS = 4
 
 
 def training(name: str | None, job: dict[str, Any], moment: Any = None) -> Iterator[Any]:
-    """Train steps with AdamW, and yield the handle after each; `moment` is called in steps."""
+    """Train with AdamW and yield the handle after each step; call `moment` around steps."""
     torch.manual_seed(0)
     width = job["width"]
     layers = [nn.Linear(width, width) for _ in range(6)]
-    # Python does not know DDP's buckets unless they are the memory of the gradients.
+    # Python sees the storage of DDP's buckets only if gradients are views of them.
     model = DistributedDataParallel(
         nn.Sequential(*layers).to(job["device"]), bucket_cap_mb=1, gradient_as_bucket_view=True
     )
@@ -41,8 +41,8 @@ def training(name: str | None, job: dict[str, Any], moment: Any = None) -> Itera
         optimizer.register_step_post_hook(moment)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        given = torch.randn(4, width, device=job["device"])
-        model(given).square().mean().backward()
+        inputs = torch.randn(4, width, device=job["device"])
+        model(inputs).square().mean().backward()
         optimizer.step()
         yield handle
     if handle is not None:
@@ -50,9 +50,9 @@ def training(name: str | None, job: dict[str, Any], moment: Any = None) -> Itera
 
 
 def live_tensors(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the most bytes of live tensors in a step outside of host memory, with DUO and without.
+    """Return the peak bytes of live tensors outside of host memory, with DUO and without.
 
-    On a CPU, host memory is what an `Offload` and the buffers of messages have allocated.
+    On a CPU, host memory consists of the allocations of `Offload` and of message buffers.
     """
     host: list[Tensor] = []
 
@@ -89,7 +89,7 @@ def live_tensors(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def storages() -> set[tuple[int, int]]:
-    """Return the address and the bytes of the memory of all tensors that Python knows."""
+    """Return address and bytes of each storage of the tensors that Python's collector tracks."""
     tensors = [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
     tensors += [item.grad for item in tensors if item.is_leaf and item.grad is not None]
     memory = [tensor.untyped_storage() for tensor in tensors]
@@ -97,18 +97,18 @@ def storages() -> set[tuple[int, int]]:
 
 
 def allocator_peak(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the allocator's peak bytes of the steps after the first two, with DUO and without."""
-    found = {}
+    """Return the CUDA allocator's peak bytes after the second step, with DUO and without."""
+    peaks = {}
     for name in (None, job["codec"]):
         for step, _ in enumerate(training(name, job)):
             torch.cuda.synchronize()
             if step == 1:
                 torch.cuda.reset_peak_memory_stats()
-        found[str(name)] = torch.cuda.max_memory_allocated()
+        peaks[str(name)] = torch.cuda.max_memory_allocated()
         gc.collect()
         torch.cuda.empty_cache()
         distributed.barrier()
-    return found
+    return peaks
 
 
 if __name__ == "__main__":

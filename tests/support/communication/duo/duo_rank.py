@@ -1,4 +1,4 @@
-"""Rank of the tests of DUO; tests/communication runs it as a process."""
+"""Rank process of the DUO tests, started by tests/communication."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from tests.support.processes import ranks
 
 
 def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare FP32 as the fast codec with DistributedDataParallel alone."""
-    found = {}
+    """Compare DUO with FP32 as the fast codec with DistributedDataParallel."""
+    results = {}
     torch.backends.cudnn.deterministic = True
     for optimizer, case in job["cases"]:
-        how, loop = TRAININGS[case]
-        how = {**how, "device": job.get("device", "cpu")}
-        alone = Alone(optimizer, **how).run(range(6), **loop)
+        settings, loop = TRAININGS[case]
+        settings = {**settings, "device": job.get("device", "cpu")}
+        alone = Alone(optimizer, **settings).run(range(6), **loop)
         duo = replace(DUOS["duo32"], offload=job.get("offload"))
-        ahead = Training(duo, optimizer, **how).run(range(6), **loop)
+        ahead = Training(duo, optimizer, **settings).run(range(6), **loop)
         lr = ahead.optimizer.param_groups[0]["lr"]
-        found[f"{optimizer} {case}".strip()] = {
+        results[f"{optimizer} {case}".strip()] = {
             "alone": alone.flushed(),
             "ahead": ahead.flushed(),
             "scale": [alone.scaler.get_scale(), ahead.scaler.get_scale()],
             "lr": [float(alone.optimizer.param_groups[0]["lr"]), float(lr)],
             "skipped": ahead.handle.report().ahead.skipped,  # type: ignore[union-attr]
         }
-    return found
+    return results
 
 
 def transitions(rank: int, world: int, job: dict[str, Any]) -> list[str]:
-    """Return the states of DUO's steps after backward passes, steps, a skip and a flush."""
+    """Return the states of DUO's state machine after backward passes, steps, skips and a flush."""
     training = Training("duo4", "sgd")
     handle: Any = training.handle
     states: list[str] = []
@@ -82,75 +82,73 @@ def transitions(rank: int, world: int, job: dict[str, Any]) -> list[str]:
 
 
 def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare each step with the paper's algorithm, on copies of models and optimizers."""
-    found = {}
-    for way, optimizer in job["cases"]:
-        duo = Duo(ZeroBit(), ahead=False) if way == "stays" else way
+    """Compare each step with the paper's algorithm on copies of the model and the optimizer."""
+    results = {}
+    for method, optimizer in job["cases"]:
+        duo = Duo(ZeroBit(), ahead=False) if method == "stays" else method
         ours = Training(duo, optimizer)
         exact = Alone(optimizer)
-        known = copy.deepcopy(list(exact.model.parameters()))
-        stepper = OPTIMIZERS[optimizer](known)
+        parameters = copy.deepcopy(list(exact.model.parameters()))
+        stepper = OPTIMIZERS[optimizer](parameters)
         before: tuple[list[Tensor | None], float] | None = None
         equal = []
         for step in range(5):
             fast, slow, rate = both(ours, exact, batch(rank, step))
             if before is not None:
-                steps(stepper, known, *before)
-            ahead, looks = copy.deepcopy((known, stepper))
-            if way != "stays":
+                steps(stepper, parameters, *before)
+            ahead, looks = copy.deepcopy((parameters, stepper))
+            if method != "stays":
                 steps(looks, ahead, fast, rate)
             equal.append(same(ahead, ours.model.parameters()))
             before = slow, rate
         assert before is not None
-        steps(stepper, known, *before)
+        steps(stepper, parameters, *before)
         state = ours.flushed()[1]
-        found[f"{way} {optimizer}"] = {
+        results[f"{method} {optimizer}"] = {
             "ahead": equal,
-            "flushed": same(known, ours.model.parameters()),
+            "flushed": same(parameters, ours.model.parameters()),
             "state": state == hashed(stepper),
         }
-    return found
+    return results
 
 
 def drift(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the distance of each method from FP32 training at its end."""
+    """Return the distance of each method's final parameters from FP32 training."""
     exact = end_of_least_squares("fp32", job["steps"])
-    ways = {"stays": Duo(ZeroBit(), ahead=False)}
+    codecs = {"stays": Duo(ZeroBit(), ahead=False)}
     names = ("qsgd2", "duo2", "duo4", "stays", "duo0")
     return {
-        name: float((end_of_least_squares(ways.get(name, name), job["steps"]) - exact).norm())
+        name: float((end_of_least_squares(codecs.get(name, name), job["steps"]) - exact).norm())
         for name in names
     }
 
 
 def scaled(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Set an infinite gradient on one rank: all ranks skip this step, and only this one."""
-    found = {}
+    """Set an infinite gradient on one rank in step 3; all ranks skip only this step."""
+    results = {}
     for codec in ("duo0", "duo1", "duo4", "duo32"):
         for optimizer in ("adamw", "adamw fused"):
             training = Training(codec, optimizer, scales=True).run(range(5), infinite=3)
             report = training.handle.report()  # type: ignore[union-attr]
-            found[f"{codec} {optimizer}"] = {
+            results[f"{codec} {optimizer}"] = {
                 "weights": training.flushed(),
                 "finite": all(bool(p.isfinite().all()) for p in training.model.parameters()),
                 "scale": training.scaler.get_scale(),
                 "left out": report.ahead.skipped,  # type: ignore[attr-defined]
                 "committed": report.ahead.committed,  # type: ignore[attr-defined]
             }
-    return found
+    return results
 
 
 def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare six steps with three and three steps that are separated by a checkpoint, without a
-    flush.
-    """
-    found = {}
+    """Compare six steps with three steps, a checkpoint without a flush and three more steps."""
+    results = {}
     for codec in ("duo2", "duo0"):
         for optimizer in ("sgd", "adamw", "tensor lr"):
-            whole = Training(codec, optimizer).run(range(6))
+            uninterrupted = Training(codec, optimizer).run(range(6))
             first = Training(codec, optimizer).run(range(3))
             path = Path(job["where"]) / f"{codec}-{optimizer}-{rank}.pt".replace(" ", "-")
-            assert first.handle is not None and whole.handle is not None
+            assert first.handle is not None and uninterrupted.handle is not None
             parts = (first.model, first.optimizer, first.schedule, first.handle)
             torch.save([part.state_dict() for part in parts], path)
             first.run(range(3, 5))
@@ -163,17 +161,17 @@ def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             ):
                 part.load_state_dict(state)
             again.run(range(3, 6))
-            ahead = [weights(whole.model), weights(again.model)]
-            found[f"{codec} {optimizer}"] = [*ahead, whole.flushed(), again.flushed()]
-    return found
+            ahead = [weights(uninterrupted.model), weights(again.model)]
+            results[f"{codec} {optimizer}"] = [*ahead, uninterrupted.flushed(), again.flushed()]
+    return results
 
 
 def offloaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the ends of trainings with copies on the device and on the host, resumed or not."""
-    found: dict[str, Any] = {}
+    """Return the final states with copies on device and host, without and with a resume."""
+    results: dict[str, Any] = {}
     for sharded in (False, True):
         for name, optimizer in (("duo4", "adamw"), ("duo0", "sgd")):
-            ends = found[f"{name} {sharded}"] = []
+            ends = results[f"{name} {sharded}"] = []
             for offload in (False, True):
                 duo = replace(DUOS[name], offload=offload)
                 other = replace(DUOS[name], offload=not offload)
@@ -183,11 +181,11 @@ def offloaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
                     state = copy.deepcopy(getattr(training, part).state_dict())
                     getattr(again, part).load_state_dict(state)
                 ends += [made.run(range(3, 6)).flushed() for made in (training, again)]
-    return found
+    return results
 
 
 def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Resume on more ranks than saved, with the outstanding gradients of all ranks."""
+    """Load the state of fewer ranks, with the outstanding gradients of all of them."""
     training = Training("duo2", "adamw")
     assert training.handle is not None
     path = Path(job["where"]) / f"duo2-adamw-{rank % 2}.pt"
@@ -215,13 +213,13 @@ def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Flush during training, also on one rank only, and return a report."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     training, plain = (
         Training("duo32", "adamw").run(range(3)),
         Training(None, "adamw").run(range(3)),
     )
-    found["flushed"] = [training.flushed(), plain.flushed()]
-    found["after"] = [training.run(range(3, 5)).flushed(), plain.run(range(3, 5)).flushed()]
+    results["flushed"] = [training.flushed(), plain.flushed()]
+    results["after"] = [training.run(range(3, 5)).flushed(), plain.run(range(3, 5)).flushed()]
 
     training = Training("duo2", "sgd").run(range(3))
     assert training.handle is not None
@@ -230,12 +228,12 @@ def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     report = training.handle.report()
     if rank == 0:
         training.handle.flush()
-        found["moved"] = weights(training.model) != ahead
+        results["moved"] = weights(training.model) != ahead
         training.handle.flush()
     training.run(range(3, 5))
-    found["one rank"] = training.flushed()
-    found["printed"] = str(report)
-    found["reports"] = {
+    results["one rank"] = training.flushed()
+    results["printed"] = str(report)
+    results["reports"] = {
         "fast": [report.tally.wire, report.tally.raw, report.tally.theory],
         "slow": [report.slow.wire, report.slow.raw],  # type: ignore[attr-defined]
         "waited": report.ahead.waited >= 0,  # type: ignore[attr-defined]
@@ -243,7 +241,7 @@ def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         "outstanding": report.outstanding,  # type: ignore[attr-defined]
         "buckets": [report.tally.buckets, report.slow.buckets],  # type: ignore[attr-defined]
     }
-    return found
+    return results
 
 
 def alone(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rank of the tests of DUO with a sharded optimizer; tests/communication runs it as a process."""
+"""Rank process of the tests of DUO with a sharded optimizer, started by tests/communication."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ from tests.support.processes import ranks
 
 
 def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare FP32 in both directions with the unsharded optimizer and its state."""
-    found = {}
+    """Compare sharded DUO, with FP32 gradients and parameters, with the unsharded optimizer."""
+    results = {}
     for optimizer, case in job["cases"]:
-        how, loop = TRAININGS[case]
-        alone = Alone(optimizer, **how).run(range(6), **loop)
-        ours = Training("duo32", optimizer, sharded=True, **how).run(range(6), **loop)
+        settings, loop = TRAININGS[case]
+        alone = Alone(optimizer, **settings).run(range(6), **loop)
+        ours = Training("duo32", optimizer, sharded=True, **settings).run(range(6), **loop)
         assert ours.handle is not None
         before = weights(ours.model)
         state = ours.handle.whole_optimizer_state()  # type: ignore[attr-defined]
         check_replicas(ours.model)
         report: Any = ours.handle.report()
-        found[f"{optimizer} {case}".strip()] = {
+        results[f"{optimizer} {case}".strip()] = {
             "alone": [weights(alone.model), hashed_state(alone.optimizer.state_dict())],
             "ours": [weights(ours.model), hashed_state(state)],
             "unflushed": before,
             "scale": [alone.scaler.get_scale(), ours.scaler.get_scale()],
             "skipped": report.ahead.skipped,
         }
-    return found
+    return results
 
 
 def drift(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Run the setting of `duo_rank.drift` with sharded optimizers."""
+    """Return the distances of `duo_rank.drift` with sharded optimizers."""
     exact = end_of_least_squares("fp32", job["steps"])
     return {
         f"{name} {sharded}": float(
@@ -68,62 +68,66 @@ def drift(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare each step with the paper's algorithm on this rank's parts of full copies."""
-    found = {}
-    for way, optimizer in job["cases"]:
-        ours: Any = Training(way, optimizer, sharded=True)
-        held = ours.handle._optimized
+    """Compare each step with this rank's shard of the paper's algorithm on full copies."""
+    results = {}
+    for codec, optimizer in job["cases"]:
+        ours: Any = Training(codec, optimizer, sharded=True)
+        sharded = ours.handle._optimized
         exact = Alone(optimizer)
-        known = copy.deepcopy(list(exact.model.parameters()))
-        stepper = OPTIMIZERS[optimizer](known)
+        parameters = copy.deepcopy(list(exact.model.parameters()))
+        stepper = OPTIMIZERS[optimizer](parameters)
         before: tuple[list[Tensor | None], float] | None = None
         ahead_equal, near = [], []
         for step in range(5):
             fast, slow, rate = both(ours, exact, batch(rank, step))
             check_replicas(ours.model)
             if before is not None:
-                steps(stepper, known, *before)
-            ahead, looks = copy.deepcopy((known, stepper))
+                steps(stepper, parameters, *before)
+            ahead, looks = copy.deepcopy((parameters, stepper))
             steps(looks, ahead, fast, rate)
-            own = [held.own(place, p.detach()) for place, p in enumerate(ahead)]
-            ahead_equal.append(same(own, held.stepped))
-            for place, (p, old) in enumerate(
+            local = [sharded.own(index, p.detach()) for index, p in enumerate(ahead)]
+            ahead_equal.append(same(local, sharded.stepped))
+            for index, (p, old) in enumerate(
                 zip(ours.model.parameters(), exact.model.parameters(), strict=True)
             ):
-                given, was, part = (
-                    held.own(place, p.detach()),
-                    held.own(place, old.detach()),
-                    held.stepped[place].detach(),
+                gathered, previous, part = (
+                    sharded.own(index, p.detach()),
+                    sharded.own(index, old.detach()),
+                    sharded.stepped[index].detach(),
                 )
-                widest = float((part - was).abs().max()) if part.numel() else 0.0
-                near.append(bool(((given - part).abs() <= widest / 7 * (1 + 1e-5) + 1e-9).all()))
+                widest = float((part - previous).abs().max()) if part.numel() else 0.0
+                near.append(bool(((gathered - part).abs() <= widest / 7 * (1 + 1e-5) + 1e-9).all()))
             before = slow, rate
         assert before is not None
-        steps(stepper, known, *before)
+        steps(stepper, parameters, *before)
         lossy = not same(
-            [held.own(at, p.detach()) for at, p in enumerate(ours.model.parameters())], held.stepped
+            [
+                sharded.own(position, p.detach())
+                for position, p in enumerate(ours.model.parameters())
+            ],
+            sharded.stepped,
         )
         state = ours.handle.whole_optimizer_state()
-        found[f"{way} {optimizer}"] = {
+        results[f"{codec} {optimizer}"] = {
             "ahead": ahead_equal,
             "near": all(near),
             "lossy": lossy,
-            "flushed": same(known, ours.model.parameters()),
+            "flushed": same(parameters, ours.model.parameters()),
             "state": hashed_state(state) == hashed_state(stepper.state_dict()),
         }
-    return found
+    return results
 
 
 def held(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the memory of a rank's optimizer, and the bytes sent."""
-    whole = Training("duo4", "adamw").run(range(2))
+    """Return the bytes of optimizer state with and without sharding, and the bytes sent."""
+    full = Training("duo4", "adamw").run(range(2))
     ours = Training("duo4", "adamw", sharded=True).run(range(3))
     assert ours.handle is not None
     ours.handle.wait()
     report: Any = ours.handle.report()
     sent = report.parameters
     return {
-        "whole": state_bytes(whole.optimizer),
+        "whole": state_bytes(full.optimizer),
         "ours": state_bytes(ours.optimizer),
         "held": report.held,
         "raw": [report.tally.raw, report.slow.raw, sent.raw],
@@ -144,7 +148,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def clipped(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare the gradient norm over all ranks with torch's norm of full gradients."""
+    """Compare clipping by the norm over all shards with torch's clipping of full gradients."""
     alone, ours = (
         Alone("adamw", clips=True).run(range(6)),
         Training("duo32", "adamw", clips=True, sharded=True),
@@ -158,7 +162,7 @@ def clipped(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Flush during training: the result equals a training that is flushed and loaded there."""
+    """Flush during training, and save the full state at this step for `loaded`."""
     training = Training("duo2", "adamw", sharded=True).run(range(3))
     assert training.handle is not None
     ahead = weights(training.model)
@@ -172,7 +176,7 @@ def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Resume on other ranks from the full state, with a sharded and an unsharded optimizer."""
+    """Load the full state of other ranks with a sharded and an unsharded optimizer."""
     model, state = torch.load(Path(job["where"]) / "whole.pt", weights_only=True)
     alone = Alone("adamw")
     ours = Training(None, "adamw")
@@ -182,19 +186,19 @@ def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     ours.sharded = True
     ours.handle = compress(ours.model, "duo32", optimizer=ours.optimizer, sharded=True)
     ends = [weights(training.run(range(3, 6)).model) for training in (ours, alone)]
-    found: dict[str, Any] = {"ends": ends}
+    results: dict[str, Any] = {"ends": ends}
     mine = ours.handle.state_dict()
     refusal(
-        found,
+        results,
         "other rank",
         lambda: ours.handle.load_state_dict({**mine, "rank": (rank + 1) % world}),
     )  # type: ignore[union-attr]
-    return found
+    return results
 
 
 def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Return the errors of optimizers that cannot be sharded, before any message is sent."""
-    found: dict[str, Any] = {}
+    errors: dict[str, Any] = {}
     model = parallel()
     inner = list(model.parameters())
     sgd = torch.optim.SGD(inner, lr=0.1)
@@ -202,7 +206,7 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     def says(
         name: str, codec: str, sharded: bool | str, optimizer: torch.optim.Optimizer | None = sgd
     ) -> None:
-        refusal(found, name, lambda: compress(model, codec, optimizer=optimizer, sharded=sharded))
+        refusal(errors, name, lambda: compress(model, codec, optimizer=optimizer, sharded=sharded))
 
     says("no duo", "qsgd8", True, None)
     says("rows", "duo4", True, torch.optim.Adafactor(inner))
@@ -214,8 +218,8 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     training = Training("duo4", "sgd", sharded=True)
     training.loss(batch(rank, 0)).backward()
     torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
-    refusal(found, "clips", training.optimizer.step)
-    return found
+    refusal(errors, "clips", training.optimizer.step)
+    return errors
 
 
 def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -237,7 +241,7 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def apart(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Change parameters on a rank: all ranks raise an error at the next comparison."""
+    """Change a parameter on rank 1; all ranks raise an error at the next replica check."""
     training = Training("duo4", "sgd", sharded=True).run(range(1))
     if rank == 1:
         with torch.no_grad():
@@ -250,12 +254,10 @@ def apart(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare six steps with three and three steps that are separated by a checkpoint, without a
-    flush.
-    """
-    found = {}
+    """Compare six steps with three steps, a checkpoint without a flush and three more steps."""
+    results = {}
     for codec, optimizer in (("duo2", "sgd"), ("duo4", "adamw"), ("duo0", "tensor lr")):
-        whole = Training(codec, optimizer, sharded=True).run(range(6))
+        uninterrupted = Training(codec, optimizer, sharded=True).run(range(6))
         first = Training(codec, optimizer, sharded=True).run(range(3))
         path = Path(job["where"]) / f"{codec}-{rank}.pt"
         torch.save([part.state_dict() for part in parts(first)], path)
@@ -264,9 +266,9 @@ def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         for part, state in zip(parts(again), torch.load(path, weights_only=True), strict=True):
             part.load_state_dict(state)
         again.run(range(3, 6))
-        ahead = [weights(whole.model), weights(again.model)]
-        found[codec] = [*ahead, whole.flushed(), again.flushed()]
-    return found
+        ahead = [weights(uninterrupted.model), weights(again.model)]
+        results[codec] = [*ahead, uninterrupted.flushed(), again.flushed()]
+    return results
 
 
 def parts(training: Training) -> tuple[Any, ...]:

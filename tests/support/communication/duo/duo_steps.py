@@ -1,4 +1,4 @@
-"""Steps of DUO's algorithm as the tests write it."""
+"""Reference steps of DUO's algorithm."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ def gradients(parameters: Any) -> list[Tensor | None]:
 def both(
     ours: Any, exact: Any, x: Tensor
 ) -> tuple[list[Tensor | None], list[Tensor | None], float]:
-    """Train one step on a rank's batch, and let another training compute gradients at the same
-    parameters.
+    """Train one step of `ours`, and compute the gradients of `exact` at the same parameters.
 
-    Return our gradients, the other gradients, and the learning rate of the step.
+    Return both lists of gradients and the learning rate of the step.
     """
     rate = ours.optimizer.param_groups[0]["lr"]
     ours.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Training loops of the tests of DUO."""
+"""Training loops for the DUO tests."""
 
 from __future__ import annotations
 
@@ -33,13 +33,11 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "scaling": ({"scales": True}, {"infinite": 2}),
     "views": ({"gradient_as_bucket_view": True}, {}),
 }
-"""Options of a training loop: arguments of construction and of the run."""
+"""Options of a training by case: arguments of the constructor and of `run`."""
 
 
 class Training:
-    """Training loop with a schedule, accumulation, clipping by a hook of the optimizer, and a
-    GradScaler.
-    """
+    """Training loop with a learning rate schedule, accumulation, clipping and a GradScaler."""
 
     def __init__(
         self,
@@ -96,8 +94,8 @@ class Training:
 
     def loss(self, x: Tensor) -> Tensor:
         device = next(self.model.parameters()).device
-        found: Tensor = self.model(x.to(device)).square().mean()
-        return found
+        result: Tensor = self.model(x.to(device)).square().mean()
+        return result
 
     def flushed(self) -> list[str]:
         if self.handle is not None:
@@ -107,7 +105,7 @@ class Training:
 
 
 class Alone(Training):
-    """Sum gradients in FP32 in rank order, which for two ranks equals DistributedDataParallel."""
+    """Training with an FP32 sum in rank order, which is DistributedDataParallel for two ranks."""
 
     def __init__(self, optimizer: str, **how: Any) -> None:
         super().__init__(None, optimizer, **how)
@@ -121,7 +119,7 @@ def hashed(optimizer: torch.optim.Optimizer) -> str:
 
 
 def hashed_state(saved: Mapping[str, Any]) -> str:
-    """Return a hash of the result of its `state_dict`."""
+    """Return a hash of all tensors in the state dict of an optimizer."""
     state = saved["state"]
     tensors = [
         value
@@ -135,9 +133,7 @@ def hashed_state(saved: Mapping[str, Any]) -> str:
 
 
 def end_of_least_squares(codec: Any, steps: int, sharded: bool | str = False) -> Tensor:
-    """Return the final parameters: least squares in 40 dimensions, 16 samples per rank and step,
-    AdamW.
-    """
+    """Return the final parameters, [40], of least squares with AdamW and 16 samples per rank."""
     torch.manual_seed(0)
     inputs, target = torch.randn(200, 40), torch.randn(40)
     outputs = inputs @ target + 0.3 * torch.randn(200)

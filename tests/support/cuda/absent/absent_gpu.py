@@ -1,14 +1,11 @@
-"""Emulated GPU for the compiler: answers the queries of torch and Triton, which compile for it.
+"""Emulated GPU for compilation: answers the queries of torch and Triton.
 
 Inductor generates code for tensors without storage (`FakeTensorMode`) on a CUDA device with the
 properties below, and Triton compiles it to machine code. Nothing runs: a step ends at the first
-call
-of compiled code. torch's CPU build is sufficient: `prepare` loads the missing parts from
-no_guard.cpp
-before torch is imported.
+call of compiled code. torch's CPU build is sufficient: `gpu_code.preload` loads the missing
+parts from no_guard.cpp before torch is imported.
 
-Invariant: within `standing_in`, torch sees this GPU as the only one; afterwards all state is
-restored.
+Invariant: within `standing_in`, torch detects this GPU only; afterwards all state is restored.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ GPUS = {
 SETTINGS = {
     "compile_threads": 1,
     "force_disable_caches": True,
-    # Operations that would run or be timed on the GPU during code generation.
+    # These would run operations or measure times on the GPU during code generation.
     "joint_graph_constant_folding": False,
     "shape_padding": False,
     "use_static_cuda_launcher": False,
@@ -68,9 +65,7 @@ SETTINGS = {
 
 @dataclass
 class Kernel:
-    """Kernel compiled by Triton: its resources, and the dtypes of arguments and computation in
-    `formats`.
-    """
+    """Kernel compiled by Triton, and its resources."""
 
     name: str
     source: str
@@ -90,7 +85,7 @@ class Generated:
 
 
 class EndedError(Exception):
-    """Raised where compiled code would be called."""
+    """Raised at the first call of compiled code."""
 
 
 def _always(answer: Any) -> Callable[..., Any]:
@@ -108,7 +103,7 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
     from torch._inductor.runtime import hints, triton_helpers
     from triton.runtime import driver
 
-    found = Generated()
+    generated = Generated()
     arch = target(gpu.capability)
     assert arch is not None
     properties = SimpleNamespace(
@@ -135,15 +130,15 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
     }  # fmt: skip
 
     def compiled(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
-        found.kernels.append(_compiled(kernel_name, source_code, gpu))
+        generated.kernels.append(_compiled(kernel_name, source_code, gpu))
         return lambda *args, **kwargs: None
 
     update = graph.GraphLowering._update_scheduler
 
     def scheduled(self: Any) -> None:
         update(self)
-        # From here on, layouts are final.
-        found.products += called.products(self.operations)
+        # Layouts are final now.
+        generated.products += called.products(self.operations)
 
     def ended(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise EndedError
@@ -158,7 +153,7 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
         stack.enter_context(mock.patch.object(graph.GraphLowering, "_update_scheduler", scheduled))
         stack.enter_context(mock.patch.object(output_code.CompiledFxGraph, "__call__", ended))
         for passes in (joint_graph, post_grad):
-            # Patterns are traced with values, which are on the CPU here.
+            # Patterns are traced with real tensors, on the CPU.
             initialize = passes.lazy_init
             patterns = functools.partial(initialize, torch.device("cpu"))
             stack.enter_context(
@@ -179,35 +174,35 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
         def remembered(key: str, path: str, *args: Any, **kwargs: Any) -> Any:
             text = Path(path).read_text()
             if "def call(" in text:
-                found.code.append(text)
+                generated.code.append(text)
             return codecache_load(key, path, *args, **kwargs)
 
         stack.enter_context(
             mock.patch.object(codecache.PyCodeCache, "load_by_key_path", remembered)
         )
         try:
-            yield found
+            yield generated
         finally:
             hints.DeviceProperties.create.cache_clear()
 
 
 def _of_the_mode(fake: Any, inputs: Any, mode: Any) -> list[Any]:
-    """Return inputs without storage in the mode in which Dynamo passes a graph on."""
+    """Return fake inputs in the mode in which Dynamo passes a graph on."""
 
     def renewed(value: Any) -> Any:
         if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
             return value
         with mode:
-            made = torch.empty_strided(
+            tensor = torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
             )
-        return made.requires_grad_(value.requires_grad)
+        return tensor.requires_grad_(value.requires_grad)
 
     return [renewed(value) for value in fake(inputs, mode)]
 
 
 class _Driver:
-    """Driver with the answers that Triton needs for compilation."""
+    """Triton driver with the answers that compilation needs."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -231,20 +226,20 @@ def _compiled(name: str, source: str, gpu: Gpu) -> Kernel:
     """Compile a kernel of Inductor as before its first run, and return its resources."""
     from torch._inductor.codecache import PyCodeCache
 
-    made = Kernel(name, source)
+    kernel = Kernel(name, source)
     try:
         tuner = getattr(PyCodeCache.load(source), name)
         tuner.precompile(warm_cache_only=True)
         for result in tuner.compile_results[:1]:
-            made.shared = result.kernel.metadata.shared
-            made.registers, made.spills = _resources(result.kernel.asm["ptx"], gpu)
-    except Exception as error:  # noqa: BLE001  whatever a compiler says
-        made.why_not = f"{type(error).__name__}: {error}"[:2000]
-    return made
+            kernel.shared = result.kernel.metadata.shared
+            kernel.registers, kernel.spills = _resources(result.kernel.asm["ptx"], gpu)
+    except Exception as error:  # noqa: BLE001  any compiler error is recorded
+        kernel.why_not = f"{type(error).__name__}: {error}"[:2000]
+    return kernel
 
 
 def _resources(ptx: str, gpu: Gpu) -> tuple[int, int]:
-    """Return registers and bytes of spills by Triton's ptxas."""
+    """Return registers and spilled bytes, reported by Triton's ptxas."""
     import tempfile
 
     import triton
@@ -262,9 +257,9 @@ def _resources(ptx: str, gpu: Gpu) -> tuple[int, int]:
             "-o",
             str(Path(folder) / "out"),
         ]
-        said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+        output = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     registers, spills = (
-        re.findall(r"Used (\d+) registers", said),
-        re.findall(r"(\d+) bytes spill", said),
+        re.findall(r"Used (\d+) registers", output),
+        re.findall(r"(\d+) bytes spill", output),
     )
     return max(map(int, registers), default=0), max(map(int, spills), default=0)

@@ -1,8 +1,7 @@
 """List the qsync products in Inductor's generated code with the layouts of their operands.
 
-Invariant: layouts are final when they are read, so the list has the arguments of kernels. Its
-format is
-that of the plan's products.
+Invariant: layouts are final when they are read, so the list contains the kernels' arguments.
+Products in plans have the same format.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ def told(problem: Problem) -> str:
 
 
 def products(operations: list[Any]) -> Iterator[str]:
-    """Yield each qsync product among the operations of a graph, and the copies before it."""
+    """Yield each qsync product among the operations of a graph, and whether operands are copied."""
     from torch._inductor import ir
 
-    for each in operations:
-        if not isinstance(each, ir.FallbackKernel):
+    for operation in operations:
+        if not isinstance(operation, ir.FallbackKernel):
             continue
-        if each.op_overload not in (
+        if operation.op_overload not in (
             torch.ops.qsync.gemm.default,
             torch.ops.qsync.conv2d_product.default,
         ):
             continue
-        lying = iter(each.inputs)
+        inputs = iter(operation.inputs)
         a, b, *others = [
-            _as_it_lies(next(lying), x) if isinstance(x, torch.fx.Node) else x
-            for x in each.fx_node.args
+            _as_it_lies(next(inputs), x) if isinstance(x, torch.fx.Node) else x
+            for x in operation.fx_node.args
         ]
         problem = _gemm(a, b, *others) if a.dim() == 2 else _conv(a, b, *others)
-        # Matrix layouts are part of the problem. Image kernels need channels last, and other
-        # layouts\n# are copied in each call.
+        # Matrix layouts are part of the problem. Image kernels need channels-last operands; others
+        # are copied in each call.
         copied = a.dim() == 4 and not all(
             t.is_contiguous(memory_format=torch.channels_last) for t in (a, b)
         )

@@ -2,9 +2,8 @@
 
     python gpu_code.py t4 mlp int8 kernels
 
-With `plain` instead of `kernels`, qsync kernels are unavailable. It is a process of its own,
-because
-torch's CPU build must see a CUDA device before it is imported.
+With `plain` instead of `kernels`, qsync kernels are unavailable. This is a separate process,
+because torch's CPU build must detect a CUDA device before it is imported.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def _torch() -> Path:
 
 
 def preload(library: Path) -> None:
-    """Load it after torch's own libraries, before torch is imported."""
+    """Load a library after torch's own libraries, before torch is imported."""
     assert "torch" not in sys.modules
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(_torch() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
@@ -56,7 +55,7 @@ def preload(library: Path) -> None:
 
 
 def on_gpu(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Move a model and inputs without storage to the GPU, within a mode of fake tensors."""
+    """Move a model and inputs without storage to the GPU, in fake tensor mode."""
     import torch
 
     moved: dict[int, Any] = {}
@@ -64,9 +63,9 @@ def on_gpu(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         for group in (module._parameters, module._buffers):
             for name, t in group.items():
                 if t is not None and id(t) not in moved:
-                    made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+                    tensor = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
                     moved[id(t)] = (
-                        torch.nn.Parameter(made) if isinstance(t, torch.nn.Parameter) else made
+                        torch.nn.Parameter(tensor) if isinstance(t, torch.nn.Parameter) else tensor
                     )
                 if t is not None:
                     group[name] = moved[id(t)]
@@ -76,9 +75,10 @@ def on_gpu(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def built(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """Return a model of a kind and its inputs on the default device.
+    """Return a model and its inputs on the default device.
 
-    They need no memory, and are so large that all kinds of products use qsync kernels untuned.
+    They need no memory on the meta device. Inputs are so large that all kinds of products use qsync
+    kernels untuned.
     """
     import torch
     from torch import nn
@@ -113,7 +113,7 @@ def built(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, Any]:
-    """Compile, and return kernels with their resources, the products in the code and those of the
+    """Compile, and return kernels with their resources, and the products in the code and in the
     plan.
     """
     import torch
@@ -125,7 +125,7 @@ def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, 
     from qsync_fx.backend.cuda.runtime.device_state import assumed
     from tests.support.cuda.absent import absent_gpu, called
 
-    libraries.prepare = lambda units: []  # type: ignore[assignment]  # what nvcc makes of ours is tested elsewhere
+    libraries.prepare = lambda units: []  # type: ignore[assignment]  # nvcc is tested elsewhere
     planned: list[str] = []
     rewrite = compiling.rewrite
 
@@ -145,38 +145,38 @@ def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, 
 
     lost: list[str] = []
     compiling.rewrite = watched
-    at = absent_gpu.GPUS[gpu]
+    properties = absent_gpu.GPUS[gpu]
     with (
-        absent_gpu.standing_in(at) as found,
-        assumed(target(at.capability) if kernels else None),
+        absent_gpu.standing_in(properties) as output,
+        assumed(target(properties.capability) if kernels else None),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
         with torch.device("meta"):
-            made, inputs = built(model)
+            network, inputs = built(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            made, inputs = on_gpu(made, inputs)
+            network, inputs = on_gpu(network, inputs)
         ended = False
         try:
             torch.compile(
-                made.train(),
+                network.train(),
                 backend="qsync",
                 options={"precision": precision, "skip_unprofitable": False},
             )(*inputs)
         except absent_gpu.EndedError:
             ended = True
-    code = "\n".join(found.code)
+    code = "\n".join(output.code)
     return {
         "ended": ended,
         "lost": lost,
         "planned": sorted(planned),
-        "products": sorted(found.products),
+        "products": sorted(output.products),
         "calls": code.count("torch.ops.qsync.gemm.default(")
         + code.count("torch.ops.qsync.conv2d_product.default("),
         "quantizers": code.count("torch.ops.qsync.quantize.default(")
         + code.count("torch.ops.qsync.quantize_transposed.default("),
         "bf16": sorted(
-            {k.name for k in found.kernels if "bf16" in k.source or "bfloat16" in k.source}
+            {k.name for k in output.kernels if "bf16" in k.source or "bfloat16" in k.source}
             | ({"code"} if "bfloat16" in code else set())
         ),
         "kernels": [
@@ -187,16 +187,16 @@ def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, 
                 "shared": k.shared,
                 "why_not": k.why_not,
             }
-            for k in found.kernels
+            for k in output.kernels
         ],
     }
 
 
 def _main() -> None:
-    gpu, model, precision, how, library = sys.argv[1:]
+    gpu, model, precision, mode, library = sys.argv[1:]
     preload(Path(library))
     sys.path.insert(0, str(HERE))
-    print(json.dumps(generated(gpu, model, precision, how == "kernels")))
+    print(json.dumps(generated(gpu, model, precision, mode == "kernels")))
 
 
 if __name__ == "__main__":

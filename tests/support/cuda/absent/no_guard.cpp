@@ -1,5 +1,5 @@
-/* What a torch for CPUs lacks to trace tensors without values on a CUDA device, forward and backward: hooks that say that there is one, and
-   a guard that changes no device. Loaded before torch is imported, which asks for hooks once. */
+/* Hooks and device guard that torch's CPU build lacks to trace fake tensors on a CUDA device,
+   forward and backward. Loaded before torch is imported, which queries hooks once. */
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -16,7 +16,7 @@ struct Hooks final : at::CUDAHooksInterface {
     c10::DeviceIndex getCurrentDevice() const override { return 0; }
 };
 
-// One device with one stream, on which nothing is ever queued.
+// One device with one stream, which stays empty.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::Device const device{c10::DeviceType::CUDA, 0};
 
@@ -37,7 +37,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 } // namespace
 
 namespace at {
-// The registry's key is the name of the class that it makes.
+// The registry's key is the class name.
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
 } // namespace at
 

@@ -1,9 +1,8 @@
 """Compile many kernels in one file to inspect them, because CUTLASS headers dominate compile time.
 
-Invariant: a batch passes only if each of its kernels would: ptxas has no complaint, and the number
-of
-functions with the instruction is the number of kernels. A batch that fails is halved to find the
-failing kernels.
+Invariant: a batch passes only if each kernel does: ptxas reports no problem, and the functions with
+the expected instruction are as many as the kernels. A failed batch is halved to find the failing
+kernels.
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ MEMORY = 6_500_000_000
 """Bytes of memory that nvcc needs for eight heavy kernels, measured with nvcc 13.0."""
 
 ADAPTERS = {"gemm": ("Gemm", "GemmArguments"), "conv": ("Conv", "ConvArguments")}
-"""Code that instantiates a kernel of a configuration, and its parameters, by interface of the unit.
-"""
+"""Template that instantiates a kernel, and its argument structure, by interface of the unit."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """Batch whose kernels all passed: their number, instruction, maximum registers, and seconds."""
+    """Batch whose kernels all passed: number, instruction, maximum registers, seconds."""
 
     count: int
     opcode: str
@@ -45,7 +43,7 @@ class Passed:
 
 
 def structure(unit: TranslationUnit, name: str) -> str:
-    """Return the text of a unit's configuration under another name."""
+    """Return the source of a unit's configuration under another name."""
     text = unit.source
     return text[text.index("struct Config") : text.index("QSYNC_")].replace(
         "struct Config", f"struct {name}"
@@ -64,14 +62,14 @@ def batches(units: Sequence[TranslationUnit]) -> Iterator[list[TranslationUnit]]
         (unit for unit in units if "struct Config" in unit.source),
         key=kind,
     )
-    for _, alike in groupby(served, kind):
-        found = list(alike)
-        step = TOGETHER[found[0].heavy]
-        yield from (found[start : start + step] for start in range(0, len(found), step))
+    for _, group in groupby(served, kind):
+        members = list(group)
+        step = TOGETHER[members[0].heavy]
+        yield from (members[start : start + step] for start in range(0, len(members), step))
 
 
 def text(batch: Sequence[TranslationUnit]) -> str:
-    """Return the text of a file with all kernels of a batch."""
+    """Return the source of a file with all kernels of a batch."""
     adapter, arguments = ADAPTERS[batch[0].interface]
     lines = [batch[0].source.splitlines()[0]]
     for number, unit in enumerate(batch):
@@ -96,35 +94,31 @@ def compiled(batch: Sequence[TranslationUnit]) -> Passed | None:
         report = done.stdout + done.stderr
         if done.returncode or compiler.complaint(report):
             return None
-        found = instruction(compiler.listing(code), batch[0].opcode, len(batch))
+        opcode = instruction(compiler.listing(code), batch[0].opcode, len(batch))
     return (
-        Passed(len(batch), found, compiler.resources(report).registers, time.monotonic() - since)
-        if found
+        Passed(len(batch), opcode, compiler.resources(report).registers, time.monotonic() - since)
+        if opcode
         else None
     )
 
 
 def instruction(listing: str, opcode: str, count: int) -> str:
-    """Return an instruction that begins with `opcode` if this number of functions contains one,
-    else "".
-    """
+    """Return an instruction that begins with `opcode` if `count` functions contain one, else ""."""
     functions = map(compiler.instructions, listing.split("Function : ")[1:])
-    found = [next((name for name in names if name.startswith(opcode)), "") for names in functions]
-    return next(filter(None, found)) if sum(map(bool, found)) >= count else ""
+    matches = [next((name for name in names if name.startswith(opcode)), "") for names in functions]
+    return next(filter(None, matches)) if sum(map(bool, matches)) >= count else ""
 
 
 def command(unit: TranslationUnit, source: Path, code: Path) -> list[str]:
-    """Return the command of the unit to compile `source` to machine code for the device, without
-    PTX.
-    """
+    """Return the unit's command to compile `source` to device code without PTX."""
     *words, _, _, _ = compiler.command(unit, toolchain.toolchain())
-    kept = [
+    options = [
         word
         for word in words
         if word != "-shared" and not word.startswith(("-Xlinker", "-Xcompiler"))
     ]
-    kept = [re.sub(r"code=\[(\w+),\w+\]", r"code=\1", word) for word in kept]
-    return [*kept, "-cubin", "-o", str(code), str(source)]
+    options = [re.sub(r"code=\[(\w+),\w+\]", r"code=\1", word) for word in options]
+    return [*options, "-cubin", "-o", str(code), str(source)]
 
 
 def passing(batch: list[TranslationUnit]) -> list[tuple[list[TranslationUnit], Passed]]:
@@ -133,7 +127,9 @@ def passing(batch: list[TranslationUnit]) -> list[tuple[list[TranslationUnit], P
         return [(batch, passed)]
     half = len(batch) // 2
     return (
-        [found for part in (batch[:half], batch[half:]) for found in passing(part)] if half else []
+        [result for part in (batch[:half], batch[half:]) for result in passing(part)]
+        if half
+        else []
     )
 
 
@@ -145,12 +141,12 @@ def attempt(units: Sequence[TranslationUnit], advance: Advance) -> dict[Translat
     Args:
         advance: called with the number of completed units.
     """
-    found: dict[TranslationUnit, Passed] = {}
+    results: dict[TranslationUnit, Passed] = {}
     jobs = max(1, min(compiler.job_limit(), compiler.available_memory() // MEMORY))
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(passing, batch): batch for batch in batches(units)}
         for future in as_completed(running):
             for part, passed in future.result():
-                found |= dict.fromkeys(part, passed)
+                results |= dict.fromkeys(part, passed)
             advance("", count=len(running[future]))
-    return found
+    return results

@@ -8,10 +8,10 @@ kernels of CUTLASS 3 are omitted (10 seconds each, and 6 GB per file). --only se
 part of their name, and --sample N selects N evenly spaced kernels of each architecture.
 
 Many kernels are compiled in one file, for the device only, and discarded (`cuda_batches`). --each
-compiles each kernel into the cache as for users: this takes five times as long, but cached kernels
-are not compiled again. The exit status is 1 if a kernel does not compile, fails the checks of
-`qsync_fx.backend.cuda.kernel_build.compiler`, or lacks the expected instruction, and if no tool can
-read instructions.
+compiles each kernel into the cache as for users, which is five times slower, but the cache is
+reused. The exit status is 1 if a kernel does not compile, fails the checks of
+`qsync_fx.backend.cuda.kernel_build.compiler`, or lacks the expected instruction, and if no
+disassembler is installed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ from tests.support.cuda.compiled import cuda_batches
 
 
 def units(arch: Arch) -> list[TranslationUnit]:
-    """Return all units of an architecture: products, convolutions, quantizers, copies and
-    conversions.
-    """
+    """Return all units of an architecture: products, convolutions, quantizers, copies and casts."""
     quantizers = [
         codegen.quantizer(arch, x, fmt)
         for x in codegen.X_TYPES
@@ -60,14 +58,14 @@ def units(arch: Arch) -> list[TranslationUnit]:
 
 
 def sampled(of: list[TranslationUnit], count: int | None) -> list[TranslationUnit]:
-    """Return units at even distances in a list."""
+    """Return evenly spaced units of a list."""
     if count is None or count >= len(of):
         return of
     return [of[index * len(of) // count] for index in range(count)]
 
 
 def rows_of(chosen: list[TranslationUnit], each: bool) -> list[dict[str, Any]]:
-    """Compile units of one architecture and return the results."""
+    """Compile units of one architecture and return a row for each."""
     passed: dict[TranslationUnit, cuda_batches.Passed] = {}
     if not each:
         with progress("compiling CUDA kernels", len(chosen)) as advance:
@@ -81,9 +79,7 @@ def rows_of(chosen: list[TranslationUnit], each: bool) -> list[dict[str, Any]]:
 
 
 def together(passed: cuda_batches.Passed) -> dict[str, Any]:
-    """Return the result of a unit in a batch, with the batch's registers and a share of its
-    seconds.
-    """
+    """Return the row of a unit in a batch, with the batch's registers and its share of the time."""
     return {
         "ok": True,
         "opcode": passed.opcode,
@@ -96,23 +92,23 @@ def together(passed: cuda_batches.Passed) -> dict[str, Any]:
 
 
 def alone(unit: TranslationUnit, built: compiler.Built) -> dict[str, Any]:
-    """Return the result of a unit that was compiled separately."""
+    """Return the row of a unit that was compiled separately."""
     failure = built.failures.get(unit)
     if failure is not None:
         return {"ok": False, "error": str(failure)}
     entry = kernel_cache.read(built.libraries[unit].parent)
     assert entry is not None
-    found = entry.manifest
-    used = found.resources
+    manifest = entry.manifest
+    used = manifest.resources
     return {
-        "ok": bool(found.opcode) or not unit.opcode,
-        "opcode": found.opcode,
-        "seconds": found.seconds,
+        "ok": bool(manifest.opcode) or not unit.opcode,
+        "opcode": manifest.opcode,
+        "seconds": manifest.seconds,
         "registers": used.registers,
         "shared_memory": used.shared_memory,
         "stack": used.stack,
         "spills": used.spills,
-        "bytes": found.size,
+        "bytes": manifest.size,
     }
 
 
@@ -120,21 +116,21 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row per architecture, product and first format: kernels, failures, registers,
     seconds.
     """
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    groups: dict[tuple[str, str, str], dict[str, Any]] = {}
     by_length = sorted(FORMATS, key=len, reverse=True)
     for line in rows:
         product, _, rest = line["name"].partition(f"_{line['arch']}")
-        # Copies support any format.
+        # Names of copies contain no format.
         kind = (line["arch"], product, next(filter(rest[1:].startswith, by_length), ""))
         new = dict(zip(("arch", "product", "format"), kind, strict=True))
-        one = found.setdefault(
+        group = groups.setdefault(
             kind, new | {"kernels": 0, "failed": 0, "registers": 0, "seconds": 0.0}
         )
-        one["kernels"] += 1
-        one["failed"] += not line["ok"]
-        one["registers"] = max(one["registers"], line.get("registers", 0))
-        one["seconds"] = round(one["seconds"] + line.get("seconds", 0.0), 2)
-    return list(found.values())
+        group["kernels"] += 1
+        group["failed"] += not line["ok"]
+        group["registers"] = max(group["registers"], line.get("registers", 0))
+        group["seconds"] = round(group["seconds"] + line.get("seconds", 0.0), 2)
+    return list(groups.values())
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -1,5 +1,4 @@
-"""Plugin of pytest with caches of kernels: a user's cache with one library, and a counter of nvcc
-calls.
+"""pytest plugin with kernel caches: a user's cache with one library, and a counter of nvcc calls.
 
 Modules that use its fixtures name it in `pytest_plugins`.
 """
@@ -42,7 +41,7 @@ def _tools() -> Toolchain | str:
 def tools_or_skip() -> Toolchain:
     """Return the compiler, or skip the module without one.
 
-    It is called when a module is imported, before tests change the location of nvcc.
+    Modules call it at import, before tests change the location of nvcc.
     """
     tools = _tools()
     if isinstance(tools, str):
@@ -51,7 +50,7 @@ def tools_or_skip() -> Toolchain:
 
 
 def cache_of(factory: pytest.TempPathFactory, *units: TranslationUnit) -> Path:
-    """Return a new cache with units."""
+    """Return a new cache that contains units."""
     home = factory.mktemp("a cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("QSYNC_KERNELS_PATH", raising=False)
@@ -62,13 +61,13 @@ def cache_of(factory: pytest.TempPathFactory, *units: TranslationUnit) -> Path:
 
 @pytest.fixture(scope="session")
 def one_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Cache with `UNIT`."""
+    """Return a cache with `UNIT`."""
     return cache_of(tmp_path_factory, UNIT)
 
 
 @pytest.fixture
 def home(one_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy of it as the user's cache."""
+    """Return a copy of `one_library` as the user's cache."""
     copy = tmp_path / "the cache"
     shutil.copytree(one_library, copy)
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(copy))
@@ -78,9 +77,7 @@ def home(one_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Wrap nvcc by a program that counts, and return a function that returns the number of
-    compilations.
-    """
+    """Return a function that returns the number of compilations by nvcc."""
     return watched(tmp_path, monkeypatch)
 
 
@@ -93,9 +90,9 @@ def watched(folder: Path, monkeypatch: pytest.MonkeyPatch, before: str = "") -> 
 
 
 def entry_of(home: Path) -> kernel_cache.CacheEntry:
-    (found,) = kernel_cache.entries(home / "kernels")
-    assert isinstance(found, kernel_cache.CacheEntry)
-    return found
+    (entry,) = kernel_cache.entries(home / "kernels")
+    assert isinstance(entry, kernel_cache.CacheEntry)
+    return entry
 
 
 def nothing_is_left(home: Path) -> bool:

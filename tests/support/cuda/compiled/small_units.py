@@ -1,6 +1,6 @@
 """Translation units of a few lines without CUTLASS, which nvcc compiles in two seconds.
 
-Invariant: they have the complete C interface and a kernel, so they can replace real ones in tests.
+Invariant: they have the complete C interface and a kernel, so they can replace real units in tests.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ float kept[300];
 def small_unit(
     name: str = "small", remark: str = "", body: str = ADDS, **changes: Any
 ) -> TranslationUnit:
-    """Return a unit; a new `remark` makes it one that is in no cache."""
-    told = {"abi": "QSYNC_ABI_VERSION", "name": name} | {
+    """Return a unit; a new `remark` makes it absent from every cache."""
+    fields = {"abi": "QSYNC_ABI_VERSION", "name": name} | {
         key: changes.pop(key) for key in ("abi",) if key in changes
     }
-    source = _SOURCE.format(remark=remark, body=body, **told)
+    source = _SOURCE.format(remark=remark, body=body, **fields)
     return TranslationUnit(
         **({"name": name, "arch": "sm_80", "source": source, "interface": "gemm"} | changes)
     )

@@ -27,7 +27,7 @@ PAIRS = [*((kind, kind) for kind in BITS), *((x, y) for x in NUMBERS for y in FL
 
 
 def library(kind: str) -> Library:
-    """Return the library that copies or converts elements of a kind, from the host compiler."""
+    """Return the library that copies or converts elements of a kind, built by the host compiler."""
     return _compiled("bits" if kind in BITS else kind)
 
 
@@ -44,7 +44,7 @@ def _compiled(kind: str) -> Library:
         "-shared",
         "-fPIC",
     ]
-    # This processor allows unaligned vectors, a GPU does not: stop the test.
+    # x86 allows unaligned vector accesses, a GPU does not: trap on them.
     flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
     # A loaded library does not need its file.
     with tempfile.TemporaryDirectory() as folder:
@@ -68,17 +68,17 @@ def bits(t: Tensor) -> Tensor:
 
 
 def drawn(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return elements with all bit patterns, including NaN, infinities and denormals.
+    """Return elements with random bit patterns, including NaN, infinities and denormals.
 
-    Half of the floating-point values have ordinary magnitudes.
+    Half of the FP32 and 16-bit floating-point values have ordinary magnitudes.
     """
     dtype = BITS.get(kind) or DTYPES[kind]
     raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
-    found = raw.view(dtype).view(shape)
+    values = raw.view(dtype).view(shape)
     if dtype.is_floating_point and dtype.itemsize > 1:
         usual = (torch.randn(shape, generator=generator) * 8).to(dtype)
-        found = torch.where(torch.rand(shape, generator=generator) < 0.5, usual, found)
-    return found
+        values = torch.where(torch.rand(shape, generator=generator) < 0.5, usual, values)
+    return values
 
 
 def expected(x: Tensor, kinds: tuple[str, str], scale: Tensor | None) -> Tensor:
@@ -106,7 +106,7 @@ def run(
     offset: int = 0,
     multiprocessors: int = 3,
 ) -> Tensor:
-    """Return `y` after a check of the memory around it.
+    """Return `y` and assert that the memory around it is unchanged.
 
     `x` is `[batches, rows, columns]`; `offset` is the distance of `y` from a multiple of 64 bytes.
     """

@@ -1,9 +1,8 @@
 """Emulate the CUDA kernels on the CPU: exact sums, then the epilogue with its roundings in order.
 
 Invariant: INT8 results equal a correct kernel bit for bit for any tile, split and order, because
-integer
-sums are exact. Floating-point sums are exact and rounded once to FP32: a kernel, which rounds each
-sum, is within `float_bound` of them.
+integer sums are exact. Floating-point sums are exact and rounded once to FP32: a kernel, which
+rounds each sum, is within `float_bound` of them.
 """
 
 from __future__ import annotations
@@ -37,17 +36,15 @@ def gemm(
 
 
 def accumulated(a: Tensor, b: Tensor) -> Tensor:
-    """Return the sums of products `[m, n]` in FP32: INT32 sums converted, or exact sums rounded
-    once.
-    """
+    """Return the sums of products `[m, n]` in FP32: converted from INT32, or rounded once."""
     if a.dtype == torch.int8:
         sums = torch.mm(a.long(), b.long())
         assert int(sums.abs().max()) <= LARGEST_INT32 if sums.numel() else True, (
             "kernels refuse a k for which this can be"
         )
         return sums.to(torch.int32).float()
-    # Products of two FP32 numbers, and sums of a few, are exact in FP64; the rest is far below
-    # the\n# last bit of FP32.
+    # Products of two FP32 numbers and sums of a few are exact in FP64; errors of longer sums are
+    # far below the last bit of FP32.
     return torch.mm(a.double(), b.double()).float()
 
 
@@ -74,19 +71,17 @@ def finish(
 def fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Return `x * y + z` for FP32 tensors with one rounding, like the device's instruction.
 
-    The product is exact in FP64. The sum is rounded to odd there, so that rounding it to FP32
-    returns the
-    correctly rounded result (Boldo and Melquiond 2008, Emulation of FMA and correctly rounded sums,
-    theorem 2).
+    The product is exact in FP64. The sum is rounded to odd there, so that rounding it to FP32 is
+    correct (Boldo and Melquiond 2008, Emulation of FMA and correctly rounded sums, theorem 2).
     """
     product, z = torch.broadcast_tensors(x.double() * y.double(), z.double())
     total = product + z
-    # The error of the addition, exactly (Knuth's two-sum).
+    # Exact error of the addition (Knuth's two-sum).
     part = total - product
     lost = (product - (total - part)) + (z - part)
     bits = total.view(torch.int64)
     inexact = torch.isfinite(total) & (lost != 0) & (bits % 2 == 0)
-    # Towards the error: away from zero if both have the same sign.
+    # Away from zero if the error and the sum have the same sign.
     step = torch.where((lost > 0) == (total > 0), 1, -1)
     return torch.where(inexact, bits + step, bits).view(torch.float64).float()
 
@@ -94,9 +89,8 @@ def fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 def float_bound(a: Tensor, b: Tensor) -> Tensor:
     """Return the bound `[m, n]` of a kernel's error in FP32 sums (Higham 2002, 3.1).
 
-    It has k roundings of sums of magnitudes. Tensor cores add in blocks and truncate, so a step may
-    cost two
-    units in the last place instead of half a unit.
+    It allows k roundings of sums of magnitudes. Tensor cores add in blocks and truncate, so a step
+    may cost two units in the last place instead of half a unit.
     """
     k = a.shape[1]
     magnitudes = torch.mm(a.double().abs(), b.double().abs())

@@ -1,5 +1,6 @@
-// CUDA kernels as functions on the CPU, one threadblock after the other, its threads as `threads_on_cpu.h` runs them. So that the
-// kernels of cpp/cutlass/plain/quantizer.cuh, and how they are launched, run where no GPU is.
+// CUDA kernels as functions on the CPU, without a GPU: threadblocks run one after the other, with
+// threads from `threads_on_cpu.h`. Used for the kernels of cpp/cutlass/plain/quantizer.cuh and
+// their launches.
 #pragma once
 
 #include <cmath>

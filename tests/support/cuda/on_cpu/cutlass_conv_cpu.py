@@ -24,26 +24,26 @@ def drawn(fmt: str, shape: tuple[int, ...], generator: torch.Generator) -> Tenso
 
 
 def expected(p: ConvProblem, a: Tensor, b: Tensor) -> Tensor:
-    """Return the sums, channels last, in FP32, for operands in channels last."""
+    """Return the channels-last sums in FP32 for channels-last operands."""
     first, second = (t.permute(0, 3, 1, 2).double() for t in (a, b))
-    how = p.stride, p.padding, p.dilation
+    geometry = p.stride, p.padding, p.dilation
     if p.operation == "fprop":
-        sums = F.conv2d(first, second, None, *how)
+        sums = F.conv2d(first, second, None, *geometry)
     elif p.operation == "dgrad":
-        sums = torch.nn.grad.conv2d_input((p.n, p.c, p.h, p.w), second, first, *how)
+        sums = torch.nn.grad.conv2d_input((p.n, p.c, p.h, p.w), second, first, *geometry)
     else:
-        sums = torch.nn.grad.conv2d_weight(second, (p.k, p.c, p.r, p.s), first, *how)
+        sums = torch.nn.grad.conv2d_weight(second, (p.k, p.c, p.r, p.s), first, *geometry)
     return sums.permute(0, 2, 3, 1).float().contiguous()
 
 
 def problems(config: KernelConfig) -> list[ConvProblem]:
-    """Yield supported problems: smaller than a tile, several tiles with remainders, strides,
+    """Return supported problems: smaller than a tile, several tiles with remainders, strides,
     dilations.
     """
     unit = max(config.alignment, config.out_alignment)
     formats = (config.a, config.b, config.out)
     wide = unit * (-(-(config.tile[1] + 1) // unit))
-    found = [
+    candidates = [
         ConvProblem(config.operation, 1, 3, 4, unit, unit, 1, 1, (0, 0), (1, 1), (1, 1), *formats),
         ConvProblem(config.operation, 2, 9, 11, unit, wide, 3, 3, (1, 1), (1, 1), (1, 1), *formats),
         ConvProblem(
@@ -57,7 +57,7 @@ def problems(config: KernelConfig) -> list[ConvProblem]:
         ),
         ConvProblem(config.operation, 2, 14, 9, unit, unit, 3, 3, (0, 3), (3, 1), (1, 1), *formats),
     ]
-    return [p for p in found if constraints.serves(config, p) is None]
+    return [p for p in candidates if constraints.serves(config, p) is None]
 
 
 def run(
@@ -71,8 +71,7 @@ def run(
     """Return `d`.
 
     Operands are parts of larger memory whose other bytes are NaN or large values. The memory around
-    `d` must
-    not change.
+    `d` must not change.
     """
     memories = []
     for operand in (a, b):
@@ -109,7 +108,7 @@ def run(
 
 
 def check(library: Library, config: KernelConfig) -> None:
-    """Assert that a kernel equals its emulation bitwise, for each problem and kind of scales."""
+    """Assert that a kernel equals its emulation bit by bit, for each problem and kind of scales."""
     generator = torch.Generator().manual_seed(int(config.digest, 16))
     served = problems(config)
     assert len(served) >= 2
@@ -128,18 +127,17 @@ def check(library: Library, config: KernelConfig) -> None:
                 b_scale = torch.rand(p.k, generator=generator) if scaled else None
                 bias = torch.randn(p.k, generator=generator) if config.bias else None
             for split in (1, 3) if config.order == "split_k" else (1,):
-                given = {"a_scale": a_scale, "b_scale": b_scale, "bias": bias, "split": split}
-                found = run(library, p, a, b, sums.shape, **given)
+                arguments = {"a_scale": a_scale, "b_scale": b_scale, "bias": bias, "split": split}
+                result = run(library, p, a, b, sums.shape, **arguments)
                 flat = sums.reshape(-1, sums.shape[-1])
                 columns = None if b_scale is None else b_scale.reshape(1, -1)
-                wanted = emulation.finish(flat, a_scale, columns, bias, found.dtype).view(
+                wanted = emulation.finish(flat, a_scale, columns, bias, result.dtype).view(
                     sums.shape
                 )
                 if config.order == "split_k" and scaled:
-                    # The kernel scales and rounds each part before it adds it; with 1 it has its
-                    # maximum of\n# parts.
+                    # The kernel scales and rounds each split before the addition.
                     torch.testing.assert_close(
-                        found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
+                        result, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
                     )
                 else:
-                    assert torch.equal(found, wanted), (p, full)
+                    assert torch.equal(result, wanted), (p, full)

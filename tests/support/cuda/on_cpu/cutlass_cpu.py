@@ -2,8 +2,7 @@
 tensors.
 
 Invariant: the code is the code for nvcc in the same configurations, except for the few headers with
-PTX.
-Tiles, layouts, swizzles, predicates, split tiles and epilogues are therefore those of the GPU.
+PTX. Tiles, layouts, swizzles, predicates, split tiles and epilogues therefore equal the GPU's.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ MULTIPROCESSORS = 5
 
 
 def changed_headers(folder: Path, changes: Mapping[str, Callable[[str], str]]) -> Path:
-    """Write headers of CUTLASS, each changed by its function, into a folder; return the folder."""
+    """Write CUTLASS headers, each changed by its function, into a folder; return the folder."""
     for name, change in changes.items():
         (original,) = (
             path
@@ -57,7 +56,7 @@ def build(
     jobs: int = 2,
     together: int = TOGETHER,
 ) -> dict[KernelConfig, Library]:
-    """Compile kernels, which are all products or all convolutions; results accept CPU addresses."""
+    """Compile kernels, which are all GEMMs or all convolutions; results accept CPU addresses."""
     parts = [list(configs[start : start + together]) for start in range(0, len(configs), together)]
     stems = (folder / f"part{number}" for number in range(len(parts)))
     with ThreadPoolExecutor(jobs) as pool:
@@ -70,7 +69,7 @@ def build(
 
 
 def library_of(config: KernelConfig, path: Path) -> Library:
-    """Return a kernel of a file that `compiled` made; it accepts CPU addresses."""
+    """Return a kernel of a file from `compiled`; it accepts CPU addresses."""
     functions = ctypes.CDLL(str(path))
     names = ("can_implement", "workspace", "run", "shared_memory", "error")
     handle = SimpleNamespace(
@@ -83,9 +82,7 @@ def library_of(config: KernelConfig, path: Path) -> Library:
 
 
 def compiled(configs: Sequence[KernelConfig], stem: Path, *changed: Path) -> Path:
-    """Compile kernels into one library next to `stem`; headers in the folders `changed` have
-    priority.
-    """
+    """Compile kernels into one library next to `stem`; headers in `changed` have priority."""
     header = "run.h" if configs[0].operation == "gemm" else "run_conv.h"
     lines = [f'#include "{header}"']
     for config in configs:
@@ -142,8 +139,7 @@ def run(
     """Return `d` `[m, n]`.
 
     Operands are parts of larger memory whose other bytes are NaN or large values. The memory around
-    `d` must
-    not change.
+    `d` must not change.
     """
     (m, k), n = a.shape, b.shape[1]
     gap = 16
@@ -181,20 +177,20 @@ def check(library: Library, config: KernelConfig) -> None:
     scaled = config.a_scale != "none"
     for m, n, k in sizes(config):
         a, b = operands(config, m, n, k, generator)
-        # Small values that stay in FP16's range: CUTLASS rounds to FP16 in software here.
+        # Small values stay in FP16's range: CUTLASS rounds to FP16 in software on the CPU.
         vectors = [torch.rand(size, generator=generator) / 32 + 0.01 for size in (m, n, n)]
-        for each in (False, True):
-            # With and without each vector; scales of rows and columns, and of the matrix.
+        for per_vector in (False, True):
+            # Scales per tensor without bias, and scales per row and column with bias.
             a_scale, b_scale = (
-                (vector if each else vector[0].clone() for vector in vectors[:2])
+                (vector if per_vector else vector[0].clone() for vector in vectors[:2])
                 if scaled
                 else (None, None)
             )
-            bias = vectors[2] if each and config.bias else None
-            split = 2 if each and config.order == "stream_k" else 1
-            found = run(library, config, a, b, a_scale, b_scale, bias, split)
+            bias = vectors[2] if per_vector and config.bias else None
+            split = 2 if per_vector and config.order == "stream_k" else 1
+            result = run(library, config, a, b, a_scale, b_scale, bias, split)
             expected = emulation.gemm(a, b, a_scale, b_scale, bias, FORMATS[config.out].dtype)
-            assert torch.equal(found, expected)
+            assert torch.equal(result, expected)
 
 
 def _surrounded(matrix: Tensor, gap: int) -> Tensor:
@@ -208,9 +204,7 @@ def _surrounded(matrix: Tensor, gap: int) -> Tensor:
 def operands(
     config: KernelConfig, m: int, n: int, k: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return `a` `[m, k]` and `b` `[k, n]` of small integers, whose sums are exact in FP32 in any
-    order.
-    """
+    """Return small integers `a` `[m, k]` and `b` `[k, n]`; FP32 sums are exact in any order."""
 
     def drawn(fmt: str, shape: tuple[int, int]) -> Tensor:
         high = 128 if fmt == "int8" else 5
@@ -236,7 +230,7 @@ def _up(size: int, step: int) -> int:
 
 
 def as_a_gpu(libraries: Mapping[KernelConfig, Library], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the tests of a GPU on the CPU with these kernels."""
+    """Run GPU tests on the CPU with these kernels."""
     monkeypatch.setattr(kit, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(
         kit,
@@ -249,9 +243,7 @@ def as_a_gpu(libraries: Mapping[KernelConfig, Library], monkeypatch: pytest.Monk
 def parameters(
     configs: Sequence[KernelConfig], all_tier: Sequence[KernelConfig], fast: Set[str]
 ) -> list[Any]:
-    """Return parameters of a slow test: the smallest kernel of each format in the tier fast, and
-    others.
-    """
+    """Return parameters of a slow test; the smallest kernel of each format is in the fast tier."""
     quick = {min((c for c in all_tier if c.a == fmt), key=bytes_a_tile) for fmt in fast}
     return [
         pytest.param(
@@ -263,10 +255,10 @@ def parameters(
 
 def smallest(kinds: Iterable[tuple[tuple[object, ...], KernelConfig]]) -> list[KernelConfig]:
     """Return the kernel with the smallest tile of each kind."""
-    found: dict[tuple[object, ...], KernelConfig] = {}
+    by_kind: dict[tuple[object, ...], KernelConfig] = {}
     for kind, config in kinds:
-        found[kind] = min(found.get(kind, config), config, key=bytes_a_tile)
-    return list(found.values())
+        by_kind[kind] = min(by_kind.get(kind, config), config, key=bytes_a_tile)
+    return list(by_kind.values())
 
 
 def covering(
@@ -274,9 +266,7 @@ def covering(
     facts: Callable[[KernelConfig], Iterable[object]],
     beside: Sequence[KernelConfig] = (),
 ) -> list[KernelConfig]:
-    """Return few kernels that cover each property of all kernels, in addition to `beside`,
-    greedily.
-    """
+    """Return few kernels that, with `beside`, cover each property of all kernels (greedy)."""
     chosen: list[KernelConfig] = []
     left = {fact for config in configs for fact in facts(config)}.difference(*map(facts, beside))
     while left:

@@ -1,8 +1,8 @@
 """CUTLASS 3.x kernels for Hopper, compiled for the CPU: hopper_on_cpu has functions for PTX.
 
 Invariant: except for `asm` statements, the code is the code for nvcc: tiles, layouts, swizzles,
-descriptors, pipelines, schedulers and epilogues are those of the GPU. `TABLE` replaces each `asm`
-statement, or the program ends when it is reached.
+descriptors, pipelines, schedulers and epilogues equal the GPU's. `TABLE` replaces each `asm`
+statement; others end the program when they are reached.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ HEADERS = (
 """Headers that are changed."""
 
 CHANGES = {
-    # Conditions without a macro of ours: `__CUDA_ARCH__` would also enable other device code.
+    # Conditions that no macro of ours can set: `__CUDA_ARCH__` would also enable other device code.
     "#define CUDA_BARRIER_ENABLED 0": "#define CUDA_BARRIER_ENABLED 1",
     "#if (__CUDA_ARCH__ >= 700)": "#if 1",
     "#if defined(__CUDA_ARCH__)\n    if (params_.raster_order_": "#if 1\n    if (params_.raster_order_",
-    # It outlives its argument, a shape: nvcc has it in registers, but g++ on a stack that is
-    # reused.
+    # The reference outlives its argument, a shape: nvcc stores it in registers, g++ in reused stack
+    # memory.
     "  Coord coord;\n  Shape const& shape;\n": "  Coord coord;\n  Shape shape;\n",
 }
 """Changes other than PTX."""
 
 PRODUCT = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(\w+)\.(\w+)\.(\w+)"
 FORMATS = {"s8", "e4m3", "e5m2", "f16", "bf16", "tf32"}
-"""Operands of the products in hopper_on_cpu/wgmma.h."""
+"""Operand formats of the products in hopper_on_cpu/wgmma.h."""
 
 _PARENTHESES = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|[()]')
 _LOAD = r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\."
@@ -122,16 +122,16 @@ TABLE: tuple[tuple[str, str], ...] = (
 
 def replaced(text: str) -> str:
     """Return a header's text with calls instead of its `asm` statements."""
-    found, end = [], 0
+    pieces, end = [], 0
     for match in re.finditer(r"\basm\b(?:\s+volatile)?\s*\(", text):
         close = _closing(text, match.end() - 1)
-        found += [text[end : match.start()], _call(text[match.end() : close])]
+        pieces += [text[end : match.start()], _call(text[match.end() : close])]
         end = close + 1
     # The launch syntax of a kernel is not C++; each_cluster.h launches instead.
-    made = re.sub(r"<<<.*?>>>", "", "".join([*found, text[end:]]))
+    code = re.sub(r"<<<.*?>>>", "", "".join([*pieces, text[end:]]))
     for original, replacement in CHANGES.items():
-        made = made.replace(original, replacement)
-    return made
+        code = code.replace(original, replacement)
+    return code
 
 
 def _closing(text: str, position: int) -> int:
@@ -144,9 +144,7 @@ def _closing(text: str, position: int) -> int:
 
 
 def _call(statement: str) -> str:
-    """Return the replacement of a statement: its template, and operands as
-    `"constraint"(expression)`.
-    """
+    """Return a statement's replacement; its operands are written `"constraint"(expression)`."""
     template = re.match(r'(\s*"(?:[^"\\]|\\.)*")+', statement)
     assert template is not None, statement
     words = (
@@ -164,27 +162,26 @@ def _call(statement: str) -> str:
         if match := re.match(pattern, words):
             groups = [f"%{group}" if group.isdigit() else group for group in match.groups()]
             text = form.format(*groups) if groups else form
-            return re.sub(r"%(\d+)", lambda found: f"({operands[int(found[1])]})", text)
+            return re.sub(r"%(\d+)", lambda reference: f"({operands[int(reference[1])]})", text)
     return f'on_cpu::fail("{words[:60]}")'
 
 
 def _product(names: Sequence[str], operands: Sequence[str]) -> str:
     """Return the call of a product.
 
-    Its operands are sums, A by a descriptor or in four registers, B, whether to add, and which
-    operands are
-    not contiguous along k.
+    Its operands are sums, A as a descriptor or in four registers, B, whether to add, and which
+    operands are not contiguous along k.
     """
     columns, depth, sums, a, b = names
     if sums == "f16" or not {a, b} <= FORMATS:
         return f'on_cpu::fail("wgmma of {a} and {b} to {sums}")'
     count = int(columns) // 2
-    given = list(operands[count:])
-    shared = "desc_a" in given[0]
-    first = given.pop(0) if shared else f"{{{', '.join(given.pop(0) for _ in range(4))}}}"
-    # Then B, whether to add, and two signs; for 16 bits also whether A (in shared memory) and B\n#
-    # are not contiguous along k.
-    second, add, across = given[0], given[1], given[4:]
+    remaining = list(operands[count:])
+    shared = "desc_a" in remaining[0]
+    first = remaining.pop(0) if shared else f"{{{', '.join(remaining.pop(0) for _ in range(4))}}}"
+    # Then B, whether to add, and two signs; for 16 bits also whether A (in shared memory) and B are
+    # not contiguous along k.
+    second, add, across = remaining[0], remaining[1], remaining[4:]
     arguments = ", ".join(["sums", first, second, *(f"{flag} != 0" for flag in (add, *across))])
     name = f"wgmma_{'ss' if shared else 'rs'}<{columns}, {depth}, on_cpu::{a}, on_cpu::{b}>"
     return (

@@ -1,4 +1,5 @@
-// The functions of cpp/cutlass/plain/rounding.cuh on arrays, and philox.cuh's, for tests/backend/cuda/source/test_cuda_rounding.py.
+// Functions of cpp/cutlass/plain/rounding.cuh and philox.cuh on arrays, for
+// tests/backend/cuda/codegen/test_cuda_rounding.py.
 #include "plain/rounding.cuh"
 
 using namespace qsync;

@@ -1,7 +1,7 @@
-// The threads of a threadblock on the CPU, or of several at once: each is a context of its own that gives way at barriers and at what a
-// warp does together, one runs at a time. What it cannot show: races between threads.
+// Threads of one or several threadblocks on the CPU: each is a context that yields at barriers and
+// warp-level operations; one runs at a time. It cannot detect races between threads.
 //
-// Included after `threadIdx` and `blockDim` are declared, which it sets.
+// Include after the declarations of `threadIdx` and `blockDim`, which it sets.
 #pragma once
 
 #include <cstddef>
@@ -25,11 +25,11 @@ struct Barrier {
 struct Block {
     std::vector<ucontext_t> threads;
     std::vector<char> done;
-    std::unique_ptr<char[]> stacks; // not written before a thread does
+    std::unique_ptr<char[]> stacks; // left uninitialized
     std::size_t room = 0;
     std::vector<Barrier> warps;
-    std::vector<std::vector<unsigned char>> given; // by each thread, to its warp
-    std::vector<Barrier> all;                      // of each threadblock
+    std::vector<std::vector<unsigned char>> given; // values of each thread in `exchange`
+    std::vector<Barrier> all;                      // per threadblock
     ucontext_t caller;
     std::function<void()> body;
     unsigned running = 0, size = 0;
@@ -42,7 +42,7 @@ static Block block;
     std::abort();
 }
 
-// Which threadblock the running thread is of.
+// Index of the running thread's threadblock.
 inline unsigned current() { return block.running / block.size; }
 
 inline void give_way() {
@@ -66,7 +66,8 @@ inline void start() {
     give_way();
 }
 
-// Runs `body` in the threads of one threadblock, or of `blocks` at once; `enter(number)` is called before a thread of another one goes on.
+// Runs `body` in the threads of `blocks` concurrent threadblocks; `enter(number)` is called before
+// a thread of another threadblock continues.
 inline void run(unsigned size, std::function<void()> body, unsigned blocks = 1, std::function<void(unsigned)> const &enter = {}) {
     unsigned const count = size * blocks;
     block.threads.assign(count, ucontext_t{});
@@ -88,7 +89,7 @@ inline void run(unsigned size, std::function<void()> body, unsigned blocks = 1, 
     unsigned entered = blocks;
     for (unsigned left = count, passes = 0; left; ++passes) {
         if (passes > 10000000) fail("threads wait for each other");
-        // Backwards, so that nothing works only because thread 0 came first.
+        // Reverse order detects code that relies on thread 0 to run first.
         for (unsigned i = count; i-- > 0;) {
             if (block.done[i]) continue;
             block.running = i;
@@ -100,7 +101,7 @@ inline void run(unsigned size, std::function<void()> body, unsigned blocks = 1, 
     }
 }
 
-// Every thread of a warp gives a value and gets those of all 32.
+// Returns the values of all 32 threads of the warp.
 template <class Value>
 std::vector<Value> exchange(Value const &value) {
     unsigned const mine = block.running, warp = mine / 32;

@@ -1,6 +1,7 @@
-// The C interface of kernels (backend/cuda/libraries/abi.py) for the host: plain loops over the pointers, strides and sizes that the
-// wrapper gives. What a kernel assumes of its arguments is checked here, so a wrong one fails the test instead of reading somewhere.
-// Macros: NAME, OPERAND (a type), A_BY_ROWS, B_BY_ROWS, or CONV: 0 fprop, 1 dgrad, 2 wgrad. Outputs are FP32.
+// C interface of kernels (cpp/cutlass/abi.h) on the host: plain loops over the pointers, strides
+// and sizes from the wrapper. Kernel requirements on arguments are checked, so that a wrong
+// argument fails the test instead of reading out of bounds. Macros: NAME, OPERAND (a type),
+// A_BY_ROWS, B_BY_ROWS, or CONV: 0 fprop, 1 dgrad, 2 wgrad. Outputs are FP32.
 #include "abi.h"
 
 #include <cstddef>

@@ -1,10 +1,12 @@
-/* CUDA's runtime as far as kernels' libraries call it: a GPU of which nothing is there but its limits. What is launched is checked against
-   them and written down; nothing is computed. It is loaded before the libraries are, under the runtime's name.
+/* Part of the CUDA runtime that kernel libraries call, without a GPU. Launches are checked against
+   a GPU's limits and recorded; none computes. Loaded before the libraries, under the runtime's name.
 
-   A line each: "launch NAME grid x y z block x y z shared BYTES cluster x y z stream NUMBER", "clear BYTES stream NUMBER", "map ...", and
-   "wrong ..." for what the GPU, or a launch path that waits for nothing and allocates nothing, would not do.
+   Each call is a line: "launch NAME grid x y z block x y z shared BYTES cluster x y z stream
+   NUMBER", "clear BYTES stream NUMBER", "map ...", or "wrong ..." for a call that the GPU rejects,
+   or that synchronizes or allocates.
 
-   Limits: CUDA C++ Programming Guide, technical specifications per compute capability; tensor maps: CUDA Driver API, tensor map objects. */
+   Limits: CUDA C++ Programming Guide, technical specifications per compute capability; tensor maps:
+   CUDA Driver API, tensor map objects. */
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <stdarg.h>
@@ -26,7 +28,7 @@ struct Gpu {
 
 struct Kernel {
     std::string name;
-    int shared = 48 << 10;  // dynamic shared memory that it may have, unless it asks for more
+    int shared = 48 << 10;  // dynamic shared memory limit, unless raised
     bool wide_clusters = false;
 };
 
@@ -135,7 +137,7 @@ CUresult CUDAAPI unfolded(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t
 
 } // namespace
 
-// For tests.
+// Interface for tests.
 
 EXPORT void stand_in_reset(int major, int minor, int multiprocessors, int shared) {
     gpu = {major, minor, multiprocessors, shared};
@@ -144,7 +146,7 @@ EXPORT void stand_in_reset(int major, int minor, int multiprocessors, int shared
 }
 EXPORT const char *stand_in_lines() { return lines.c_str(); }
 
-// What nvcc's code calls as a library is loaded, and at "<<<>>>".
+// Functions that nvcc's code calls when a library is loaded, and at "<<<>>>".
 
 EXPORT void **__cudaRegisterFatBinary(void *) { return reinterpret_cast<void **>(&fat); }
 EXPORT void __cudaRegisterFatBinaryEnd(void **) {}
@@ -172,7 +174,7 @@ EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block
     return launched(reinterpret_cast<const void *>(kernel), grid, block, shared, stream, dim3(1, 1, 1));
 }
 
-// The runtime.
+// CUDA runtime API.
 
 #undef cudaGetDeviceProperties
 extern "C" {
@@ -251,7 +253,7 @@ __attribute__((visibility("default"))) const char *cudaGetErrorName(cudaError_t)
 __attribute__((visibility("default"))) cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
     return *status = cudaStreamCaptureStatusNone, cudaSuccess;
 }
-// What a launch path must not do.
+// Calls that a launch path must not make.
 __attribute__((visibility("default"))) cudaError_t cudaMalloc(void **pointer, size_t) { say("wrong cudaMalloc"); return *pointer = nullptr, cudaErrorMemoryAllocation; }
 __attribute__((visibility("default"))) cudaError_t cudaFree(void *) { say("wrong cudaFree"); return cudaSuccess; }
 __attribute__((visibility("default"))) cudaError_t cudaDeviceSynchronize() { say("wrong cudaDeviceSynchronize"); return cudaSuccess; }

@@ -1,15 +1,13 @@
-"""Call libraries of kernels on a CUDA runtime that checks requests and computes nothing.
+"""Call kernel libraries on a fake CUDA runtime that checks requests and computes nothing.
 
     python stand_in.py RUNTIME UNITS
 
-See runtime_on_cpu.cpp. It is a process of its own, because a runtime cannot be unloaded. UNITS is
-JSON on
-standard input: libraries and their calls. It prints a JSON list with the launches and errors of
-each call.
+See runtime_on_cpu.cpp. This is a separate process, because a runtime cannot be unloaded. UNITS is
+JSON on standard input: libraries and their calls. It prints a JSON list with the launches and
+errors of each call.
 
 Invariant: the stand-in is loaded before any library under the runtime's name, so the real runtime
-is never
-opened.
+is never opened.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.kernel_config import BY_CAPABILITY, MULTIPROCESSORS, SHARED_MEMORY, Arch
 
 STREAM = 0x5157
-"""User's stream; nothing may be queued on another one."""
+"""User's stream; all work must be queued on it."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,7 @@ class Call:
 
 
 def runtime(folder: Path, name: str | None = None) -> Path:
-    """Compile the stand-in and return it; under another name, libraries do not use it as the
-    runtime.
-    """
+    """Compile the stand-in and return it; libraries use it only under the runtime's name."""
     nvcc = toolchain.nvcc()
     name = name or f"libcudart.so.{nvcc.version[0]}"
     (folder / "names").write_text(f"{name} {{ global: *; }};\n")
@@ -62,15 +58,15 @@ def runtime(folder: Path, name: str | None = None) -> Path:
 
 
 def checked(library: Path, calls: list[Call]) -> list[dict[str, Any]]:
-    """Make calls in a new process and return for each its status, launches and errors."""
-    given = json.dumps([vars(call) for call in calls])
+    """Make calls in a new process and return the status, launches and errors of each."""
+    requests = json.dumps([vars(call) for call in calls])
     command = [sys.executable, __file__, str(library)]
     done = subprocess.run(
-        command, input=given, capture_output=True, text=True, check=False, timeout=240
+        command, input=requests, capture_output=True, text=True, check=False, timeout=240
     )
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    reports: list[dict[str, Any]] = json.loads(done.stdout)
+    return reports
 
 
 def _main() -> None:
@@ -79,7 +75,7 @@ def _main() -> None:
     from qsync_fx.backend.cuda.codegen import TranslationUnit
     from qsync_fx.backend.cuda.kernel_build.library import _STRUCTURES, load
 
-    capability = {arch: found for found, arch in reversed(BY_CAPABILITY.items())}
+    capability = {arch: version for version, arch in reversed(BY_CAPABILITY.items())}
     answers = []
     for call in (Call(**fields) for fields in json.load(sys.stdin)):
         stand_in.stand_in_reset(

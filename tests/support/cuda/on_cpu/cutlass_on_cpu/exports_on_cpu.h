@@ -1,5 +1,5 @@
-// The C interface of cpp/cutlass/abi.h for kernels that run on the CPU, several in one library, for headers to be read once: names end in
-// what tells them apart. `Own` is the kernel's structure.
+// C interface of cpp/cutlass/abi.h for kernels on the CPU. One library has several, so that headers
+// are compiled once; function names end with `Name`. `Own` is the kernel's structure.
 #pragma once
 
 #define EXPORTS_ON_CPU(Own, Arguments, Name)                                                                           \

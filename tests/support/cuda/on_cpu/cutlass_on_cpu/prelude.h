@@ -1,9 +1,11 @@
-// Kernels of CUTLASS 2.x as functions on the CPU: one threadblock after the other, each of its threads a context of its own that gives way
-// at barriers and at what a warp does together. A host compiler takes CUTLASS's device code for ordinary functions; what is PTX there
-// (loads, ldmatrix, mma) is in the headers under cutlass/arch here, which are found before CUTLASS's own.
+// Kernels of CUTLASS 2.x as functions on the CPU: threadblocks run one after the other. Each thread
+// is a context that yields at barriers and warp-level operations. The host compiler compiles
+// CUTLASS's device code as ordinary functions; headers under cutlass/arch replace those with PTX
+// (loads, ldmatrix, mma) and precede CUTLASS's own.
 //
-// So tiles, layouts, predicates, pipelines and epilogues compute real numbers where no GPU is. What it cannot show: races between
-// threads, since one runs at a time, and what the hardware does with a fragment other than PTX's documents say.
+// Tiles, layouts, predicates, pipelines and epilogues thus compute real numbers without a GPU. It
+// cannot detect races, since one thread runs at a time, or deviations of the hardware's fragments
+// from the PTX ISA.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// A GEMM kernel of CUTLASS 2.x with the C interface of cpp/cutlass/abi.h, run on the CPU.
+// GEMM kernel of CUTLASS 2.x with the C interface of cpp/cutlass/abi.h, run on the CPU.
 #pragma once
 
 #include "gemm/gemm_sm75_sm89.cuh"
@@ -29,7 +29,7 @@ struct Gemm : qsync::Gemm<Config> {
             for (unsigned y = 0; y < gridDim.y; ++y) {
                 for (unsigned i = 0; i < gridDim.x; ++i) {
                     blockIdx = uint3{i, y, z};
-                    // Bytes that are NaN in every float format: what is read before it was written shows.
+                    // NaN in every float format, to detect reads of unwritten memory.
                     std::memset(static_cast<void *>(storage), 0xff, sizeof(*storage));
                     on_cpu::run(Kernel::kThreadCount, [&] { Kernel::invoke(given, *storage); });
                 }

@@ -1,4 +1,4 @@
-// A convolution kernel of CUTLASS 2.x with the C interface of cpp/cutlass/abi.h, run on the CPU.
+// Convolution kernel of CUTLASS 2.x with the C interface of cpp/cutlass/abi.h, run on the CPU.
 #pragma once
 
 #include "conv/conv_sm75_sm89.cuh"
@@ -21,7 +21,7 @@ struct Conv : qsync::Conv<Config> {
             for (unsigned y = 0; y < grid.y; ++y) {
                 for (unsigned x = 0; x < grid.x; ++x) {
                     blockIdx = uint3{x, y, z};
-                    // Bytes that are NaN in every float format: what is read before it was written shows.
+                    // NaN in every float format, to detect reads of unwritten memory.
                     std::memset(static_cast<void *>(storage), 0xff, sizeof(*storage));
                     on_cpu::run(Kernel::kThreadCount, [&] { Kernel{}(params, *storage); });
                 }

@@ -1,7 +1,8 @@
-// What threads of Hopper share on the CPU: the memory of threadblocks and of clusters, the barriers in it, and named barriers.
+// Resources shared by Hopper's threads on the CPU: memory of threadblocks and clusters, the
+// barriers in it, and named barriers.
 //
-// All threadblocks of a grid run at once. An address in shared memory is, as in PTX, a number of 32 bits: the rank of a threadblock in its
-// cluster above bit 24, the offset in that threadblock's memory below.
+// All threadblocks of a grid run concurrently. As in PTX, an address in shared memory is a 32-bit
+// number: the threadblock's rank in its cluster from bit 24 on, the offset in its memory below.
 #pragma once
 
 #include <array>
@@ -13,7 +14,7 @@ struct Cta {
     unsigned char *memory = nullptr;
     std::size_t bytes = 0;
     std::array<Barrier, 16> named{};
-    Barrier cluster_arrived; // of the cluster's first threadblock alone
+    Barrier cluster_arrived; // used in the cluster's first threadblock only
 };
 
 struct Special {
@@ -23,7 +24,7 @@ struct Special {
 
 static std::vector<Cta> ctas;
 static std::vector<Barrier> warpgroups;
-static std::vector<unsigned> cluster_generation; // which each thread has arrived in
+static std::vector<unsigned> cluster_generation; // of each thread's last arrival
 static Special special;
 static unsigned cluster_size = 1;
 
@@ -39,8 +40,8 @@ inline unsigned char *pointer(std::uint32_t address, std::size_t bytes = 1) {
 
 inline std::uint32_t mapa(std::uint32_t address, std::uint32_t rank) { return (address & 0xffffff) | rank << 24; }
 
-// An mbarrier, in the eight bytes that it has on the device (PTX ISA 9.7.13.15): a phase ends when all have arrived and all bytes have
-// come.
+// mbarrier in eight bytes, as on the device (PTX ISA 9.7.13.15): a phase ends when all threads have
+// arrived and all bytes have been transferred.
 struct Mbarrier {
     std::int32_t bytes;
     std::uint16_t expected : 15, phase : 1;
@@ -110,7 +111,8 @@ inline void cluster_wait() {
     while (peer(0).cluster_arrived.generation == cluster_generation[block.running]) give_way();
 }
 
-// stmatrix: the inverse of ldmatrix. Lanes 8i to 8i+7 tell where the rows of matrix i are, 16 bytes each.
+// stmatrix, the inverse of ldmatrix. Lanes 8i to 8i+7 provide the addresses of the rows of matrix
+// i, 16 bytes each.
 template <bool transposed>
 void stmatrix(std::uint32_t address, std::initializer_list<std::uint32_t> words) {
     auto const rows = exchange(address);

@@ -1,4 +1,5 @@
-// Runs a kernel of CUTLASS 3.x: all threadblocks of its grid at once, since those of a cluster, and of a stream, wait for each other.
+// Runs a kernel of CUTLASS 3.x. All threadblocks of its grid run concurrently, since threadblocks
+// of a cluster, or of a stream-K tile, wait for each other.
 #pragma once
 
 namespace on_cpu {
@@ -14,7 +15,7 @@ void each_cluster(typename Kernel::Params const &params, Cluster) {
     special.cluster_nctaid = cluster;
     unsigned const count = grid.x * grid.y * grid.z;
     constexpr std::size_t bytes = Kernel::SharedStorageSize, room = (bytes + 1023) / 1024 * 1024;
-    // Bytes that are NaN in every float format: what is read before it was written shows.
+    // NaN in every float format, to detect reads of unwritten memory.
     std::vector<unsigned char> memory(count * room + 1024, 0xff);
     auto const start = (reinterpret_cast<std::uintptr_t>(memory.data()) + 1023) / 1024 * 1024;
     ctas.assign(count, Cta{});

@@ -1,5 +1,6 @@
-// What the compiler reads first for kernels of CUTLASS 3.x: threads on the CPU, as for 2.x, then what Hopper's have beside. The macros turn
-// on the instructions of sm_90a in CUTLASS's headers, which `hopper_cpu.py` replaces by calls.
+// First include of CUTLASS 3.x kernels: threads on the CPU, as for 2.x, and Hopper's additions. The
+// macros enable the instructions of sm_90a in CUTLASS's headers, which `hopper_cpu.py` replaces by
+// calls.
 #pragma once
 
 #define __CUDACC_VER_MAJOR__ 13

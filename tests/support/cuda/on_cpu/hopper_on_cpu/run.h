@@ -1,9 +1,9 @@
-// A GEMM kernel of CUTLASS 3.x with the C interface of cpp/cutlass/abi.h, run on the CPU.
+// GEMM kernel of CUTLASS 3.x with the C interface of cpp/cutlass/abi.h, run on the CPU.
 #pragma once
 
 #include "cutlass/numeric_types.h"
 
-// What an adapter for both kinds of kernels takes for granted.
+// Required by the adapter for kernels of both versions.
 #include "cutlass/gemm/gemm.h"
 #include "cutlass/epilogue/threadblock/epilogue_base_streamk.h"
 

@@ -1,7 +1,7 @@
-// A convolution kernel of CUTLASS 3.x with the C interface of cpp/cutlass/abi.h, run on the CPU.
+// Convolution kernel of CUTLASS 3.x with the C interface of cpp/cutlass/abi.h, run on the CPU.
 #pragma once
 
-// Before the instructions: they name its types.
+// Precedes wgmma.h, which uses its types.
 #include "cutlass/numeric_types.h"
 
 #include "wgmma.h"

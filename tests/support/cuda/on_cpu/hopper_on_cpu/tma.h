@@ -1,5 +1,6 @@
-// Hopper's tensor memory accelerator on the CPU: boxes of tensors to and from shared memory, with swizzles, zeros for what lies outside,
-// copies to several threadblocks, and unfolded images. After the PTX ISA, 5.5 (tensors), and the driver's documents of its descriptors.
+// Hopper's tensor memory accelerator on the CPU: copies of tensor boxes to and from shared memory,
+// with swizzles, zeros out of bounds, multicast, and im2col. Sources: PTX ISA 5.5 (tensors), and
+// the driver's documentation of tensor maps.
 #pragma once
 
 #include <cuda.h>
@@ -71,10 +72,10 @@ inline TensorMap const &map_at(std::uint64_t descriptor) {
     return maps.at(index);
 }
 
-// The 16-byte pieces of a row of 2^(3 + n) bytes take turns, by the address's bits from 7 on.
+// Permute the 16-byte units of a row of 2^(4 + bits) bytes by the address bits from 7 on.
 inline std::uint32_t swizzled(std::uint32_t address, int bits) { return address ^ ((address >> 7 & ((1u << bits) - 1)) << 4); }
 
-// Null where it is outside.
+// Null if out of bounds.
 inline unsigned char *element(TensorMap const &map, std::int64_t const *at) {
     unsigned char *memory = map.memory;
     for (int i = 0; i < map.rank; ++i) {
@@ -84,7 +85,7 @@ inline unsigned char *element(TensorMap const &map, std::int64_t const *at) {
     return memory;
 }
 
-// Calls `each(element in memory or null, its address in shared memory)` for a box that starts at `start`.
+// Calls `each(element in memory or null, its address in shared memory)` for a box at `start`.
 template <class Each>
 std::uint32_t each_of_box(TensorMap const &map, std::uint32_t shared, std::int64_t const *start, Each each) {
     int count = 1;
@@ -99,7 +100,8 @@ std::uint32_t each_of_box(TensorMap const &map, std::uint32_t shared, std::int64
     return static_cast<std::uint32_t>(count * map.bytes);
 }
 
-// So many channels of so many pixels, one after the other in w, then h, then n, within the box that the corners bound (PTX ISA 5.5.4).
+// Visits `channels` channels of `pixels` pixels, ordered by w, then h, then n, within the bounding
+// box (PTX ISA 5.5.4).
 template <class Each>
 std::uint32_t each_of_pixels(
     TensorMap const &map, std::uint32_t shared, std::int64_t const *start, std::vector<int> const &offsets, Each each) {

@@ -1,5 +1,6 @@
-// wgmma on the CPU: D += A B for 64 rows, each thread its own part of D, as the PTX ISA describes fragments and matrices in shared memory
-// (9.7.15.5). It is done when it is called, which a kernel that waits before it reads D cannot tell.
+// wgmma on the CPU: D += A B for 64 rows. Each thread has a part of D; fragments and matrices in
+// shared memory are as in the PTX ISA (9.7.15.5). It completes at the call, which a kernel that
+// waits before it reads D cannot detect.
 #pragma once
 
 namespace on_cpu {
@@ -32,14 +33,15 @@ struct tf32 {
     static Sum value(unsigned char const *at) {
         std::uint32_t bits;
         std::memcpy(&bits, at, 4);
-        bits &= 0xffffe000; // the other bits are not read
+        bits &= 0xffffe000; // the hardware ignores the other bits
         float number;
         std::memcpy(&number, &bits, 4);
         return number;
     }
 };
 
-// A matrix in shared memory: `outer` is m or n. In units of 16 bytes its layouts are, by the width w (2, 4, 8 units) of the swizzle,
+// Matrix in shared memory: `outer` is m or n. Its layouts in units of 16 bytes, for a swizzle of
+// width w (2, 4, 8 units), are
 //     k contiguous      ((8, n), 2) : ((w, stride), 1)
 //     outer contiguous  ((w, n), (8, k)) : ((1, leading), (w, stride))
 template <class Type>
@@ -70,7 +72,7 @@ struct Matrix {
     }
 };
 
-// `a(row of the 16 of this warp, k)`.
+// `a(row, k)` returns an element of A; rows are the 16 of this warp.
 template <int N, int K, class B, class Sum, class A>
 void wgmma(void *const *d, A a, std::uint64_t b, bool add, bool b_across) {
     Matrix<B> const matrix(b, b_across);
@@ -87,7 +89,8 @@ void wgmma(void *const *d, A a, std::uint64_t b, bool add, bool b_across) {
         for (int k = 0; k < K; ++k) sum += rows[i / 2 % 2][k] * matrix.at(column, k);
         std::memcpy(d[i], &sum, sizeof(sum));
     }
-    // One instruction of four warps: when it is done, for one of them, all have read shared memory.
+    // wgmma is one instruction of four warps: all must have read shared memory before one
+    // continues.
     wait(warpgroups[block.running / 128], 128);
 }
 
@@ -98,7 +101,7 @@ void wgmma_ss(void *const *d, std::uint64_t a, std::uint64_t b, bool add, bool a
     wgmma<N, K, B, typename A::Sum>(d, [&](unsigned row, int k) { return matrix.at(first + static_cast<int>(row), k); }, b, add, b_across);
 }
 
-// A in registers: lane l has 4 bytes of rows l / 4 and l / 4 + 8, of the first and of the second half of k.
+// A in registers: lane l has 4 bytes of rows l / 4 and l / 4 + 8, for each half of k.
 template <int N, int K, class A, class B>
 void wgmma_rs(void *const *d, std::array<std::uint32_t, 4> a, std::uint64_t b, bool add, bool b_across = false) {
     auto const all = exchange(a);

@@ -1,12 +1,12 @@
-// Stands for CUTLASS's header of this name on the CPU: flags between threadblocks. These run one after the other, so a flag that is waited
-// for is set already, or never will be.
+// CPU replacement of CUTLASS's header of this name: flags between threadblocks. Threadblocks run
+// one after the other, so a flag is already set or never will be.
 #pragma once
 
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
 #include "cutlass/functional.h"
 
-// The types of newer kernels, which are not run here, stay.
+// Keeps the types of newer kernels, which do not run with this header.
 #define Barrier DeviceBarrier
 #include_next "cutlass/barrier.h"
 #undef Barrier

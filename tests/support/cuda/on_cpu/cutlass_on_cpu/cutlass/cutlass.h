@@ -1,4 +1,4 @@
-// Stands for CUTLASS's header of this name on the CPU, where its own tells every thread that it is the first one.
+// CPU replacement of CUTLASS's header of this name, whose host version gives all threads index 0.
 #pragma once
 
 #define canonical_lane_idx device_lane_idx

@@ -1,5 +1,5 @@
-// Stands for CUTLASS's header of this name on the CPU. Threadblocks run one after the other, in the order in which they wait for each
-// other.
+// CPU replacement of CUTLASS's header of this name. Threadblocks run one after the other, in the
+// order in which they wait for each other.
 #pragma once
 
 #include "cutlass/cutlass.h"
@@ -13,7 +13,7 @@ public:
     void fetch() {}
 
     void wait(int status = 0) {
-        if (*lock != status) std::abort(); // what it waits for would never come
+        if (*lock != status) std::abort(); // the status would never come
         __syncthreads();
     }
 

@@ -1,4 +1,4 @@
-// Stands for CUTLASS's header of this name on the CPU, where each_cluster.h launches.
+// CPU replacement of CUTLASS's header of this name: each_cluster.h launches instead.
 #pragma once
 
 #include "cutlass/cutlass.h"

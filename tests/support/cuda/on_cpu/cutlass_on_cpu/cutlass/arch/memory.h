@@ -1,4 +1,4 @@
-// Stands for CUTLASS's header of this name on the CPU: loads and stores with a guard.
+// CPU replacement of CUTLASS's header of this name: loads and stores with a guard.
 #pragma once
 
 #include "cutlass/arch/cache_operation.h"
@@ -18,7 +18,7 @@ struct global_load {
 template <typename AccessType, int Bytes>
 struct global_store {
     global_store(AccessType const &value, void *pointer, bool guard) {
-        if (guard && reinterpret_cast<std::uintptr_t>(pointer) % Bytes != 0) std::abort(); // as the device would
+        if (guard && reinterpret_cast<std::uintptr_t>(pointer) % Bytes != 0) std::abort(); // as on the device
         if (guard) std::memcpy(pointer, static_cast<void const *>(&value), Bytes);
     }
 };

@@ -1,4 +1,4 @@
-// Stands for CUTLASS's header of this name on the CPU: ldmatrix, as the PTX ISA describes it (9.7.14.5.15).
+// CPU replacement of CUTLASS's header of this name: ldmatrix (PTX ISA 9.7.14.5.15).
 #pragma once
 
 #include "cutlass/array.h"
@@ -9,8 +9,8 @@ namespace arch {
 
 inline unsigned cutlass_get_smem_pointer(void const *) { std::abort(); }
 
-// Lanes 8i to 8i+7 tell where the rows of matrix i are, 16 bytes each. A lane gets two 16-bit values of each matrix: of row lane / 4, or,
-// transposed, of column lane / 4.
+// Lanes 8i to 8i+7 provide the addresses of the rows of matrix i, 16 bytes each. A lane gets two
+// 16-bit values of each matrix: of row lane / 4, or, transposed, of column lane / 4.
 template <typename Layout, int MatrixCount>
 void ldsm(Array<unsigned, MatrixCount> &values, void const *pointer) {
     auto const rows = on_cpu::exchange(pointer);

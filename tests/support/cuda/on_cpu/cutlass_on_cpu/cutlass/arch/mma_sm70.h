@@ -1,5 +1,6 @@
-// Stands for CUTLASS's header of this name on the CPU: mma.sync.m8n8k4 of FP16 with sums in FP32, with the fragments that the PTX ISA
-// describes (9.7.14.5.1). A warp computes four such products, each by two quads of it: lanes 0-3 and 16-19, and so on.
+// CPU replacement of CUTLASS's header of this name: mma.sync.m8n8k4 of FP16 with FP32 sums and
+// fragments as in the PTX ISA (9.7.14.5.1). A warp computes four such products, each by two quads:
+// lanes 0-3 and 16-19, and so on.
 #pragma once
 
 #include "cutlass/arch/mma.h"
@@ -7,7 +8,8 @@
 #include "cutlass/layout/matrix.h"
 #include "cutlass/numeric_types.h"
 
-// Four of the eight bytes of `y` and `x`, one for each digit of `selector` (prmt). INT8 on ordinary units is turned by it.
+// Select four of the eight bytes of `y` and `x`, one for each digit of `selector` (prmt). INT8
+// kernels without tensor cores transpose with it.
 inline int __byte_perm(unsigned x, unsigned y, unsigned selector) {
     std::uint64_t const bytes = std::uint64_t(y) << 32 | x;
     unsigned found = 0;
@@ -51,7 +53,8 @@ struct QuadPairs {
             int const row = (lane & 1) + (i & 2) + (lane < 16 ? 0 : 4), column = (i & 4) + (lane & 2) + (i & 1);
             double sum = 0;
             for (int k = 0; k < 4; ++k) {
-                // Contiguous along k, a thread has a row of the operand; otherwise four rows at one k.
+                // If the operand is contiguous along k, a thread has one row; otherwise four rows
+                // at one k.
                 half_t const x = a_by_rows ? member(row).a[k] : member(row / 4 * 4 + k).a[row % 4];
                 half_t const y = b_by_rows ? member(column / 4 * 4 + k).b[column % 4] : member(column).b[k];
                 sum += static_cast<double>(static_cast<float>(x)) * static_cast<double>(static_cast<float>(y));

@@ -1,4 +1,4 @@
-// See mma_sm80.h beside it.
+// See mma_sm80.h.
 #pragma once
 
 #include "cutlass/arch/mma_sm80.h"

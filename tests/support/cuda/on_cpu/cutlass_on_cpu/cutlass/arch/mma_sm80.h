@@ -1,5 +1,6 @@
-// Stands for CUTLASS's header of this name, and its kin, on the CPU: mma.sync for all shapes and types, with the fragments that the PTX ISA
-// describes (9.7.14.5, m8n8k16 and m16n8k*): registers of 32 bits, four lanes a row.
+// CPU replacement of CUTLASS's headers mma_sm75.h, mma_sm80.h and mma_sm89.h: mma.sync for all
+// shapes and types, with fragments as in the PTX ISA (9.7.14.5, m8n8k16 and m16n8k*): registers of
+// 32 bits, four lanes per row.
 #pragma once
 
 #include "cutlass/arch/mma.h"
@@ -34,7 +35,7 @@ struct Mma<gemm::GemmShape<M, N, K>, 32, A, layout::RowMajor, B, layout::ColumnM
             FragmentB b;
         };
         auto const all = on_cpu::exchange(Operands{a, b});
-        constexpr int packed = 32 / sizeof_bits<A>::value; // values in a register
+        constexpr int packed = 32 / sizeof_bits<A>::value; // values per register
         int const lane = threadIdx.x % 32;
         FragmentC found;
         for (int i = 0; i < M * N / 32; ++i) {

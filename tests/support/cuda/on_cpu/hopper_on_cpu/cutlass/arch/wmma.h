@@ -1,2 +1,2 @@
-// Stands for CUTLASS's header of this name on the CPU: its products are not used here.
+// CPU replacement of CUTLASS's header of this name, whose products are not used.
 #pragma once

@@ -1,4 +1,4 @@
-// Stands for CUTLASS's header of this name on the CPU, where run.h launches.
+// CPU replacement of CUTLASS's header of this name: run.h launches instead.
 #pragma once
 
 #include "cutlass/gemm/gemm.h"
