@@ -25,7 +25,7 @@ ELSEWHERE = {
     "communication_study": "reads what its paper printed",
     "hybrid": "runs the demo, which has tests of its own",
     "kernel_build": "needs nvcc",
-    "links": "makes links for others: tests/test_links.py",
+    "links": "makes links for others: tests/benchmarks/test_links.py",
     "plots": "draws the charts of the pages: tests/test_site.py",
     "reductions": "needs several ranks: test_reductions.py",
 }

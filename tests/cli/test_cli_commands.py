@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import pkgutil
 import subprocess
 import sys
@@ -205,17 +204,3 @@ def test_tables_print_their_cells_unchanged(
     narrow = capsys.readouterr().out
     assert max(map(len, narrow.splitlines())) <= 40
     assert narrow.count("x") == 300
-
-
-def test_unread_pipe_prints_no_error(tmp_path: Path) -> None:
-    """argparse prints the list of commands."""
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    command = [sys.executable, "-m", "qsync_fx.cli", "--help"]
-    try:
-        done = subprocess.run(
-            command, stdout=write_end, stderr=subprocess.PIPE, cwd=tmp_path, check=False
-        )
-    finally:
-        os.close(write_end)
-    assert b"Traceback" not in done.stderr

@@ -376,20 +376,6 @@ def test_wrong_arguments_are_refused_before_torch_is_imported(
     assert done.returncode == 2 and what in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("option", ["--version", "--help"])
-def test_version_and_help_do_not_import_torch(option: str) -> None:
-    code = f"""
-import sys
-from qsync_fx.cli import main
-try:
-    main(["{option}"])
-finally:
-    assert "torch" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "qsync" in done.stdout, done.stderr
-
-
 @pytest.mark.parametrize(
     ("verb", "refused"),
     [

@@ -75,13 +75,11 @@ def _beyond(paces: list[float]) -> bool:
     st.floats(1.4, 5),
     st.lists(st.floats(0.9, 1.1), min_size=8, max_size=50),
 )
-def test_slower_device_is_detected_once_after_patience(
+def test_slower_device_is_detected_after_patience(
     before: list[float], slowdown: float, noise: list[float]
 ) -> None:
     steps = run([*before, *(slowdown * factor for factor in noise)])
-    assert steps[0] <= len(before) + HOW.patience - 1
-    # The next plan predicts the measured pace, relative to which the same steps are no drift.
-    assert run([*before, *(factor for factor in noise)]) == []
+    assert steps[0] == len(before) + HOW.patience - 1
 
 
 @given(st.lists(st.tuples(ANY, st.sampled_from("ab")), min_size=1, max_size=6))

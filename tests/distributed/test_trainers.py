@@ -55,5 +55,3 @@ def test_a_trainer_trains_each_rank_under_its_part_of_the_plan(
     assert all(float(share) > 0.85 for share in re.findall(r"accuracy ([\d.]+)", output)), output[
         -2000:
     ]
-    # The guard compares the parameters, which are bit-identical on both ranks.
-    assert len(set(re.findall(r"accuracy ([\d.]+)", output))) <= 2

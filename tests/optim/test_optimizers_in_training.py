@@ -141,6 +141,7 @@ def test_copies_are_of_its_class() -> None:
     optimizer = qsync_fx.optim.AdamW(parameters(torch.ones(3)))
     steps(optimizer, [[torch.ones(3)]])
     copied = copy.deepcopy(optimizer)
+    assert type(copied) is type(optimizer)
     steps(optimizer, [[torch.ones(3)]])
     steps(copied, [[torch.ones(3)]])
     assert torch.equal(optimizer.param_groups[0]["params"][0], copied.param_groups[0]["params"][0])

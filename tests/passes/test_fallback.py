@@ -141,7 +141,7 @@ def test_a_pass_of_ours_that_crashes_is_no_end_either(
     model, x = build(Perceptron), torch.randn(4, 16)
     with pytest.warns(
         UserWarning,
-        match=rf"Pass '{step().name}' failed: IndexError.*{step.__name__}|Please report",
+        match=rf"Pass '{step().name}' failed: IndexError",
     ):
         assert torch.equal(compiled(model, precision="int8")(x), model(x))
 

@@ -14,7 +14,7 @@ from qsync_fx.profiler.measurement import measure
 from qsync_fx.profiler.profile import anchors
 
 
-def test_measured_plan_has_its_measured_time() -> None:
+def test_measured_plan_has_its_measured_peak() -> None:
     torch.manual_seed(0)
 
     def step(model: Any, batch: Tensor) -> Tensor:

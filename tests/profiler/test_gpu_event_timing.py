@@ -130,7 +130,5 @@ def test_a_step_of_inductor_is_shared_out_among_its_operators() -> None:
                 compiled, queued
             )
     result = attribute(queued.seconds(measured), files)
-    assert {"0", "1", "2", "3"} <= {
-        name.split(".")[0].split("/")[0] for name in result.operators
-    } or len(result.operators) == 4
+    assert {"0", "1", "2", "3"} <= {name.split(".")[0].split("/")[0] for name in result.operators}
     assert all(forward > 0 and backward > 0 for forward, backward in result.operators.values())

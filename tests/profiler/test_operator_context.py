@@ -148,7 +148,7 @@ def test_measured_plan_is_predicted_exactly() -> None:
 
 
 @pytest.mark.parametrize(("computes", "gives"), list(itertools.product((FP32, BF16), (FP32, BF16))))
-def test_unmeasured_state_is_an_error(computes: str, gives: str) -> None:
+def test_unmeasured_state_is_interpolated(computes: str, gives: str) -> None:
     result = times(WIDE, NARROW).operator("0/linear", state(computes, gives), [None] * 4)
     assert result.interpolated == (computes != gives)
     assert result.forward == {FP32: 1.0, BF16: 0.5}[computes], (

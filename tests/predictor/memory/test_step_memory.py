@@ -64,12 +64,8 @@ def test_parameters_and_gradients_are_live_at_the_end(name: str, data: st.DataOb
     assert all(size >= 0 for moment in memory.moments for size in moment.kinds.values())
     # After the last task of the backward pass, the gradients of all products and norms are live, in
     # the format of their parameters.
-    read = {
-        value.name for value in graph.values if value.source == "parameter" and value.differentiated
-    }
     if name not in ("broken", "tied", "odd"):
-        assert memory.moments[-2].of(Category.GRADIENTS) == gradients, read
-    assert memory.moments[-2].of(Category.SAVED) <= saved(memory)
+        assert memory.moments[-2].of(Category.GRADIENTS) == gradients
 
 
 @pytest.mark.parametrize(

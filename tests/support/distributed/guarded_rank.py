@@ -108,11 +108,12 @@ def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def averaging(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Compare gradients of two ranks with one process of 8 samples; then run no_sync."""
+    """Compare gradients of two ranks with one process of 8 samples; then accumulate two steps."""
     model, alone = network(), network()
     parallel = DistributedDataParallel(compiled(model, Plan.uniform("fp32")))
     average_by_batch(parallel)
     sizes = [[2, 6], [4, 4]]
+    errors = []
     with guard(parallel):
         for size in sizes:
             combined = torch.cat(
@@ -122,19 +123,20 @@ def averaging(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             alone.zero_grad()
             parallel(data(rank, size[rank]).sign()).sum(1).mean().backward()
             alone(combined).sum(1).mean().backward()
-            gradients = [
+            errors += [
                 float((p.grad - q.grad).abs().max() / q.grad.abs().max())
                 for p, q in zip(model.parameters(), alone.parameters(), strict=True)
                 if p.grad is not None and q.grad is not None
             ]
     parallel.zero_grad()
-    alone.zero_grad()
     with parallel.no_sync():
         parallel(data(rank, 1 + 2 * rank)).sum().backward()
     parallel(data(rank, 1 + 2 * rank)).sum().backward()
     return {
-        "errors": gradients,
-        "weights": weights(model),
+        "errors": errors,
+        "accumulated": [
+            p.grad.double().sum().item() for p in model.parameters() if p.grad is not None
+        ],
         "compiled": len(qsync_fx.plan_coverage(parallel).operators),
     }
 
