@@ -1,4 +1,4 @@
-"""What a plan does not reach is told where no training step comes, and where layers share code."""
+"""Plan coverage without a training step, and for layers that share compiled code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def told(call: Any, times: int = 1) -> list[str]:
         warnings.simplefilter("always")
         for _ in range(times):
             call()
-    return [str(one.message) for one in caught if issubclass(one.category, PlanWarning)]
+    return [str(record.message) for record in caught if issubclass(record.category, PlanWarning)]
 
 
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "eval"])
@@ -72,7 +72,7 @@ def test_an_error_with_strict() -> None:
 
 def test_matching_plan_is_not_reported() -> None:
     class Aided(Broken):
-        """A head that training alone uses: evaluation does not show what the plan means by it."""
+        """Model with a head that only training uses, so evaluation cannot check its plan."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -97,7 +97,7 @@ def test_matching_plan_is_not_reported() -> None:
 
 
 def test_mismatch_is_reported_once() -> None:
-    """In evaluation, and not again after a training step."""
+    """A mismatch that evaluation reported is not reported again after a training step."""
     model, x = build(Broken), torch.randn(4, 8)
     run = compiled(model, plan=TYPO)
     model.eval()
@@ -108,7 +108,7 @@ def test_mismatch_is_reported_once() -> None:
     assert told(optimizer.step) == []
 
 
-# Layers that share code.
+# Layers that share compiled code.
 
 
 class Layer(nn.Module):

@@ -1,5 +1,5 @@
-"""Models that are wrapped, sharded, or compiled block by block: operators have the ids of the whole
-model, each follows its plan, and a pattern that fits nothing is told in each.
+"""Models that are wrapped, sharded, or compiled block by block. Operators have the ids of the full
+model and follow its plan. A pattern without a match is reported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _fresh() -> None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One process, which wrappers treat as any number."""
+    """Initialize a process group of one rank."""
     path: Path = tmp_path_factory.mktemp("world") / "rendezvous"
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
     yield
@@ -98,10 +98,10 @@ def planned(model: nn.Module) -> dict[str, str]:
 
 
 def expected(make: Callable[[], nn.Module], plan: Plan) -> dict[str, str]:
-    found = qsync_fx.explain(make(), X, options={"plan": plan}).operators
+    operators = qsync_fx.explain(make(), X, options={"plan": plan}).operators
     return {
         str(operator.id): str(operator.precision)
-        for operator in found
+        for operator in operators
         if operator.kind == "adjustable"
     }
 
@@ -109,10 +109,10 @@ def expected(make: Callable[[], nn.Module], plan: Plan) -> dict[str, str]:
 def train(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     call(X.clone()).square().mean().backward()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.step()
-    return [str(warning.message) for warning in told if issubclass(warning.category, PlanWarning)]
+    return [str(warning.message) for warning in caught if issubclass(warning.category, PlanWarning)]
 
 
 def every_block(model: nn.Module, **given: Any) -> nn.Module:
@@ -145,17 +145,17 @@ WRAPPED: dict[str, Callable[[nn.Module, dict[str, Any]], Any]] = {
 def test_a_wrapped_model(how: str, kind: str) -> None:
     model = MAKE[kind]()
     plan = PLANS[kind]
-    told = train(model, WRAPPED[how](model, {"plan": plan, "strict": False}))
-    found = planned(model)
+    messages = train(model, WRAPPED[how](model, {"plan": plan, "strict": False}))
+    precisions = planned(model)
     if how == "compile(DDP)" and kind == "sequential":
-        # Dynamo leaves to Python what DDP calls, where that is a class of torch's own.
-        assert found == {}
-        assert "compile the module itself before it is wrapped" in told[0]
+        # Dynamo does not compile a module of a torch class that DDP calls.
+        assert precisions == {}
+        assert "compile the module itself before it is wrapped" in messages[0]
         return
     if how == "compile(FSDP2)" and kind == "model":
-        # FSDP2's hooks break the graph in the loop over blocks: what stands outside of blocks runs
-        # as written, which is FP32 here.
-        assert found == {
+        # FSDP2's hooks break the graph in the loop over blocks. Code outside of the blocks runs
+        # in eager mode, which is FP32.
+        assert precisions == {
             name: fmt
             for name, fmt in expected(MAKE[kind], plan).items()
             if name.startswith("blocks")
@@ -165,8 +165,8 @@ def test_a_wrapped_model(how: str, kind: str) -> None:
             "head",
         }
     else:
-        assert found == expected(MAKE[kind], plan)
-    assert told == []
+        assert precisions == expected(MAKE[kind], plan)
+    assert messages == []
 
 
 @pytest.mark.usefixtures("world")
@@ -186,12 +186,12 @@ def test_a_wrapped_model(how: str, kind: str) -> None:
 )
 def test_all_modes_of_ddp(mode: str) -> None:
     plan = PLANS["model"]
-    for how in ("compile(DDP)", "DDP(compile)"):
+    for wrapper in ("compile(DDP)", "DDP(compile)"):
         torch._dynamo.reset()
         model = Model()
         with torch._dynamo.config.patch(optimize_ddp=mode):
-            WRAPPED[how](model, {"plan": plan})(X.clone()).sum().backward()
-        assert planned(model) == expected(Model, plan), how
+            WRAPPED[wrapper](model, {"plan": plan})(X.clone()).sum().backward()
+        assert planned(model) == expected(Model, plan), wrapper
 
 
 @pytest.mark.usefixtures("world")
@@ -218,7 +218,7 @@ def test_pattern_without_a_match_is_an_error_in_each_block(how: str) -> None:
 
 
 def test_blocks_follow_the_plan_of_the_model() -> None:
-    """Which model it is, is found where the model calls its block."""
+    """The model is identified when it calls its block."""
     plan = PLANS["model"]
     model = Model()
     assert train(every_block(model, plan=plan, strict=True), model) == []
@@ -232,38 +232,40 @@ def test_blocks_follow_the_plan_of_the_model() -> None:
         "head": "not given",
     }
     replaced = Model()
-    for at, block in enumerate(replaced.blocks):
-        replaced.blocks[at] = compiled(block, plan=plan, strict=True)
+    for index, block in enumerate(replaced.blocks):
+        replaced.blocks[index] = compiled(block, plan=plan, strict=True)
     assert train(replaced, replaced) == []
     assert planned(replaced) == planned(model)
 
 
 def test_rules_outside_the_blocks_are_reported() -> None:
     model = Model()
-    (told,) = train(
+    (message,) = train(
         every_block(model, plan=Plan("bf16", patterns=[("blocks.0", "int8"), ("head", "int8")])),
         model,
     )
-    assert "head (Linear): torch.compile was not given it" in told
-    assert "stem" not in told, "a default counts for what is compiled"
+    assert "head (Linear): torch.compile was not given it" in message
+    assert "stem" not in message, "a default counts for what is compiled"
 
 
 def test_blocks_with_a_root() -> None:
     plan = PLANS["model"]
     model = Model()
-    for at, block in enumerate(model.blocks):
-        block.compile(backend="qsync", options=options(plan=plan, root=f"blocks.{at}", strict=True))
+    for index, block in enumerate(model.blocks):
+        block.compile(
+            backend="qsync", options=options(plan=plan, root=f"blocks.{index}", strict=True)
+        )
     assert train(model, model) == []
     wanted = {name: fmt for name, fmt in expected(Model, plan).items() if name.startswith("blocks")}
     assert planned(model) == wanted
     torch._dynamo.reset()
     alone = Block()
     fast = compiled(alone, plan=plan, root="blocks.1")
-    told = train(alone, fast)
+    messages = train(alone, fast)
     assert planned(alone) == {
         name: fmt for name, fmt in wanted.items() if name.startswith("blocks.1")
     }
-    assert "the pattern 'head' (fp32) matches no operator" in told[0], (
+    assert "the pattern 'head' (fp32) matches no operator" in messages[0], (
         "the rest of the model is not known"
     )
 
@@ -311,8 +313,8 @@ def test_model_in_a_user_wrapper_follows_its_plan() -> None:
     ],
 )
 def test_blocks_of_torch_classes(block: Callable[[], nn.Module]) -> None:
-    """Dynamo leaves their forward to Python where nothing that it traces calls it: FSDP2's hooks
-    do.
+    """Dynamo compiles the forward of a torch class only if traced code, e.g. FSDP2's hooks, calls
+    it.
     """
     for wrap in (lambda model: model, sharded):
         torch._dynamo.reset()
@@ -325,10 +327,10 @@ def test_blocks_of_torch_classes(block: Callable[[], nn.Module]) -> None:
             if name.startswith("blocks")
         }
         assert planned(model) == wanted
-    whole = Model(block)
-    fast = compiled(sharded(whole), plan=plan)
-    assert "head (Linear)" in train(whole, fast)[0]
-    assert planned(whole) == wanted
+    sharded_model = Model(block)
+    fast = compiled(sharded(sharded_model), plan=plan)
+    assert "head (Linear)" in train(sharded_model, fast)[0]
+    assert planned(sharded_model) == wanted
 
 
 def test_a_sequential_compiled_in_place() -> None:

@@ -1,5 +1,5 @@
-"""How long work takes on a device that is not at hand: near what others measured there, and longer
-for more work.
+"""Predicted times of operators on absent devices: close to published measurements, and monotonic in
+the amount of work.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CONVOLUTIONS = [
     (V100, "fp32", "input_gradient", 16, 64, 112, 112, 64, 1, 1, 1, 0, 0.166),
     (V100, "fp16", "output", 16, 64, 112, 112, 128, 3, 3, 1, 1, 0.355),
     (V100, "fp16", "weight_gradient", 16, 128, 56, 56, 256, 3, 3, 1, 1, 0.353),
-    # What few channels, images of 7 by 7, strides and paddings as large as the window cost.
+    # Few channels, 7 x 7 images, and strides and paddings as large as the window.
     (T4, "fp16", "weight_gradient", 16, 3, 224, 224, 64, 7, 7, 2, 3, 6.555),
     (T4, "fp16", "weight_gradient", 16, 512, 14, 14, 48, 5, 5, 1, 2, 0.251),
     (T4, "fp16", "output", 16, 832, 7, 7, 128, 5, 5, 1, 2, 0.549),
@@ -78,7 +78,7 @@ def test_times_of_many_convolutions_are_those_of_each() -> None:
 
 
 def test_all_reduce_times_equal_measurements() -> None:
-    """nccl-tests on a server with NVLink, out of place."""
+    """Source: nccl-tests on a server with NVLink, out of place."""
     for ranks, nbytes, seconds in [
         (2, 2**20, 70.14e-6),
         (2, 2**30, 47.61e-3),
@@ -88,7 +88,7 @@ def test_all_reduce_times_equal_measurements() -> None:
         assert V100.allreduce_seconds(nbytes, ranks) == pytest.approx(seconds, rel=0.02)
     assert V100.allreduce_seconds(2**31, 8) == pytest.approx(2 * V100.allreduce_seconds(2**30, 8))
     assert V100.allreduce_seconds(2**28, 1) == V100.allreduce_seconds(0, 8) == 0
-    # Four devices send 1.5 of the bytes, eight 1.75.
+    # Each of 4 devices sends 1.5 times the bytes, each of 8 sends 1.75 times.
     assert V100.allreduce_seconds(2**28, 4) != V100.allreduce_seconds(2**28, 8)
     assert get("a100").allreduce_seconds(1e9, 8) == pytest.approx(1.75e9 / 230e9, rel=0.05)
 
@@ -104,8 +104,8 @@ def test_all_reduce_times_equal_measurements() -> None:
 def test_product_time_is_monotonic(
     name: str, fmt: str, sides: list[int], side: int, more: int
 ) -> None:
-    sides = [8 * one for one in sides]
-    larger = [one + 8 * more * (at == side) for at, one in enumerate(sides)]
+    sides = [8 * length for length in sides]
+    larger = [length + 8 * more * (index == side) for index, length in enumerate(sides)]
     assert get(name).gemm_seconds(*larger, fmt) >= get(name).gemm_seconds(*sides, fmt) * (1 - 1e-9)
 
 
@@ -128,7 +128,7 @@ def test_batch_time_is_monotonic(
     sizes: tuple[int, ...],
     more: int,
 ) -> None:
-    """Not with another algorithm either, which libraries take from a batch on."""
+    """A larger batch is not faster, even if the library changes its algorithm."""
     (edge, padding), (n, c, high, k) = window, sizes
     few, many = (
         get(name).conv_seconds(batch, c, high, high, k, edge, edge, stride, padding, fmt, product)
@@ -137,8 +137,8 @@ def test_batch_time_is_monotonic(
     assert many >= few * (1 - 1e-9)
 
 
-def test_convolution_constants_reduce_the_error(tmp_path: Path) -> None:
-    """A file with the constants of 0.1's first days is read as ever, and so is one with none."""
+def test_old_or_missing_convolution_constants_are_valid(tmp_path: Path) -> None:
+    """Files of early 0.1 versions have other constants."""
     text = (
         (Path(devices.__file__).parent / "catalog" / "t4.toml").read_text().partition("# Fitted")[0]
     )
@@ -172,8 +172,8 @@ winograd_weights = 1.64
                     for n in (1, 8, 15, 16, 64)
                 ]
                 assert batches == sorted(batches)
-                known = T4.conv_seconds(64, 64, 56, 56, 64, 3, 3, 1, 1, fmt, product)
-                assert known / 4 < batches[-1] < known * 4
+                reference = T4.conv_seconds(64, 64, 56, 56, 64, 3, 3, 1, 1, fmt, product)
+                assert reference / 4 < batches[-1] < reference * 4
 
 
 @pytest.mark.parametrize("name", names())
@@ -204,7 +204,7 @@ def test_cast_time_on_t4_equals_the_cost_model_of_qsync() -> None:
     assert T4.cast_seconds("fp32", "int8", 10**8) > T4.cast_seconds("fp32", "fp16", 10**8)
     assert T4.cast_seconds("fp16", "fp16", 10**8) == T4.cast_seconds("fp32", "fp16", 0) == 0
     assert T4.cast_seconds("fp32", "fp16", 1) == T4.memory.launch
-    # What the cache holds is faster than what goes through memory.
+    # Tensors that fit in the cache are cast faster per element than larger tensors.
     small, large = (T4.cast_seconds("fp32", "fp16", n) / n for n in (6 * 10**5, 6 * 10**7))
     assert small < large / 2
 
@@ -268,8 +268,8 @@ def test_lines_between_points_pass_through_them_and_never_fall(
     sizes: list[float], size: float
 ) -> None:
     sizes = sorted(sizes)
-    seconds = [1e-6 * (at + 1) for at in range(len(sizes))]
-    assert [interpolated(sizes, seconds, at) for at in sizes] == pytest.approx(seconds)
+    seconds = [1e-6 * (point + 1) for point in range(len(sizes))]
+    assert [interpolated(sizes, seconds, point) for point in sizes] == pytest.approx(seconds)
     assert interpolated(sizes, seconds, size * 1.5) >= interpolated(sizes, seconds, size) * (
         1 - 1e-9
     )

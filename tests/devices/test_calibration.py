@@ -1,5 +1,5 @@
-"""Constants are found again from times that were reckoned with them, and say something of shapes
-that were not looked at.
+"""Calibration of device constants: a fit recovers known constants from computed times, and predicts
+times of other shapes.
 """
 
 from __future__ import annotations
@@ -57,19 +57,22 @@ def test_fit_recovers_constants(points: list[Point]) -> None:
     away = RANDOM.normal(0, 0.7, (len(problem.devices), len(problem.usual())))
     away[:] = away[0]
     seconds = np.exp(problem.reckon(away, problem.parts(points)))
-    known = [replace(point, seconds=float(one)) for point, one in zip(points, seconds, strict=True)]
-    found = fit(known[:45])
-    assert np.abs(found.seconds(known[:45]) / seconds[:45] - 1).mean() < 0.02
-    assert np.abs(found.seconds(known[45:]) / seconds[45:] - 1).mean() < 0.06
-    before = problem.reckon(np.zeros_like(away), problem.parts(known))
+    measured = [
+        replace(point, seconds=float(value)) for point, value in zip(points, seconds, strict=True)
+    ]
+    fitted = fit(measured[:45])
+    assert np.abs(fitted.seconds(measured[:45]) / seconds[:45] - 1).mean() < 0.02
+    assert np.abs(fitted.seconds(measured[45:]) / seconds[45:] - 1).mean() < 0.06
+    before = problem.reckon(np.zeros_like(away), problem.parts(measured))
     assert np.abs(np.exp(before) / seconds - 1).mean() > 0.1
 
 
-def test_committed_constants_equal_the_fit() -> None:
-    found = fit(
-        [replace(point, seconds=1e-4 + 1e-6 * at) for at, point in enumerate(products(12))], steps=5
+def test_fitted_constants_are_in_their_ranges() -> None:
+    fitted = fit(
+        [replace(point, seconds=1e-4 + 1e-6 * index) for index, point in enumerate(products(12))],
+        steps=5,
     )
-    written = found.of("t4")
+    written = fitted.of("t4")
     assert written["alignment"] == 8 and set(written["layouts"]) == {"tn", "nt"}
     assert (
         0 < written["efficiency"] <= 1.05

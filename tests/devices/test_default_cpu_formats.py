@@ -1,4 +1,4 @@
-"""What runs on a CPU where nobody asks for a format: BF16 only where there is a unit for it."""
+"""Default precision on a CPU: BF16 only if the CPU has a BF16 unit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CASES = [
         ("avx2", "avx512", "vnni"),
         "",
         False,
-    ),  # torch says that it is supported, oneDNN converts
+    ),  # torch reports support, oneDNN converts
     (False, ("avx2",), "", False),
-    (True, (), "", True),  # of such a processor only torch knows
+    (True, (), "", True),  # a CPU without known features: torch decides
     (False, (), "", False),
     (True, ("avx2", "avx512", "bf16"), "avx512_core_vnni", False),
     (True, ("avx2", "avx512", "bf16"), "AVX512_CORE_BF16", True),

@@ -1,4 +1,4 @@
-"""Device files that are proposed from the properties that torch reports of a GPU."""
+"""Device files proposed from `torch.cuda.get_device_properties`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qsync_fx.errors import DeviceError
 
 @dataclass(frozen=True)
 class Recorded:
-    """Fields of `torch.cuda.get_device_properties`, by the published data of a GPU."""
+    """Fields of `torch.cuda.get_device_properties`, from the published data of a GPU."""
 
     name: str
     major: int
@@ -66,7 +66,7 @@ def test_peaks_of_one_architecture_differ_by_processors_and_clock(name: str) -> 
     like = template(device.capability, "GeForce" in device.title)
     scale = device.processors * device.clock / (like.processors * like.clock)
     for fmt, unit in like.units.items():
-        # NVIDIA's tables of data center cards differ in the rate of FP64.
+        # NVIDIA's tables of data center GPUs differ in the rate of FP64.
         if fmt != "fp64":
             assert device.units[fmt].peak == pytest.approx(scale * unit.peak, rel=0.05), fmt
 

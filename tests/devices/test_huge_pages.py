@@ -1,4 +1,4 @@
-"""Huge pages: what doctor says of a system and a process is what the kernel does."""
+"""Huge pages: the reported status of a process equals the kernel's behavior."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ GLIBC = ("glibc", "2.36")
 def test_huge_page_messages(
     policy: str, tunables: str, library: tuple[str, str], said: str
 ) -> None:
-    found = of(policy, tunables, library)
-    assert str(found) == said
-    assert found.missing == ("python" in said)
+    state = of(policy, tunables, library)
+    assert str(state) == said
+    assert state.missing == ("python" in said)
 
 
 @pytest.mark.skipif(not huge_pages().missing, reason=f"huge pages here: {huge_pages()}")
@@ -58,14 +58,14 @@ def test_the_switch_has_the_kernel_give_them() -> None:
         "size = int(re.search(r'AnonHugePages: +([0-9]+)', text)[1]);"
         "print(huge_pages().requested, size > 2**16)"
     )
-    said = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", code],
-            env=os.environ | given,
+            env=os.environ | variables,
             capture_output=True,
             text=True,
             check=True,
         ).stdout.strip()
-        for given in ({}, {name: value})
+        for variables in ({}, {name: value})
     ]
-    assert said == ["False False", "True True"]
+    assert outputs == ["False False", "True True"]

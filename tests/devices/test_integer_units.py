@@ -1,5 +1,5 @@
-"""What is said of INT8 on a CPU: that there is a unit only where one multiplies, and a wrong
-setting where it is judged.
+"""Format support of INT8 on a CPU: native only with an INT8 unit, and invalid settings are
+reported.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ def test_exact_sums_are_no_unit(
     monkeypatch.setattr(format_support, "cpu_multiplies_integers", lambda: exact)
     monkeypatch.setattr(format_support, "cpu", lambda: Cpu("", features, None, 1))
     for name in ("int8", "int8_grad"):
-        found = support.__wrapped__(torch.device("cpu"), precision(name))
-        assert found.how == how and found.runs_as.name == name and reason in found.reason
+        result = support.__wrapped__(torch.device("cpu"), precision(name))
+        assert result.how == how and result.runs_as.name == name and reason in result.reason
 
 
 def test_invalid_setting_is_reported_in_format_support(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = OptionError("there is no path 'quantum'", where="environment variable QSYNC_CPU_ISA")
     monkeypatch.setattr(format_support, "wrong_path", lambda: wrong)
-    found = support.__wrapped__(torch.device("cpu"), precision("int8"))
-    assert found.how != "native"
-    assert "QSYNC_CPU_ISA is invalid" in found.reason and "no path 'quantum'" in found.reason
+    result = support.__wrapped__(torch.device("cpu"), precision("int8"))
+    assert result.how != "native"
+    assert "QSYNC_CPU_ISA is invalid" in result.reason and "no path 'quantum'" in result.reason
     assert wrong_path() is None
 
 
 def test_isa_names_ignore_case() -> None:
-    asked = os.environ | {"QSYNC_CPU_ISA": _C.available_isas()[-1].upper()}
+    environment = os.environ | {"QSYNC_CPU_ISA": _C.available_isas()[-1].upper()}
     code = "from qsync_fx import _C; print(_C.isa())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env=asked,
+        env=environment,
         timeout=60,
         check=False,
     )

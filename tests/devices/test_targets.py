@@ -1,8 +1,8 @@
-"""GPUs before Ampere compile no BF16: formats are carried, given out and differentiated in FP16
-there, and nothing is skipped in silence.
+"""GPUs before Ampere, which cannot compile BF16: compute, output and gradient dtypes are FP16, and
+no graph is skipped silently.
 
-No such GPU is here. What our passes and operators do for one is done on the CPU; Inductor is made
-to believe that the CPU is one.
+No such GPU is required. Passes and operators run on the CPU; Inductor is patched to treat the CPU
+as such a GPU.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def on_a(target: str, kernels: bool = True) -> Iterator[None]:
-    """Lets the CPU count as a GPU, with kernels of ours or without any."""
+    """Treat the CPU as a GPU, with or without the project's kernels."""
     with targeted(target, CPU), contextlib.nullcontext() if kernels else assumed(None, on="cpu"):
         yield
 
 
 @pytest.fixture
 def believing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor takes the CPU for a GPU that has no BF16."""
+    """Make Inductor treat the CPU as a GPU without BF16."""
     monkeypatch.setattr(compile_fx, "is_gpu", lambda device: True)
     monkeypatch.setattr(
         type(CpuInterface.get_device_properties()), "name", "a GPU without BF16", raising=False
@@ -137,16 +137,16 @@ def _perceptron() -> tuple[nn.Module, dict[str, Any]]:
 def test_models_train_in_int8_where_inductor_compiles_no_bf16(
     make: Any, kernels: bool, built: bool
 ) -> None:
-    """What is not built is compiled as far as to Inductor's text of its kernels, and has no
-    numbers.
+    """If `built` is false, Inductor only generates the source of its kernels, and gradients are not
+    compared.
     """
     model, inputs = make()
 
     def train(call: Any) -> dict[str, Tensor]:
         model.zero_grad()
         torch.manual_seed(0)
-        found = call(**inputs) if isinstance(inputs, dict) else call(*inputs)
-        (loss_of(found) if not isinstance(found, Tensor) else found.square().mean()).backward()
+        output = call(**inputs) if isinstance(inputs, dict) else call(*inputs)
+        (loss_of(output) if not isinstance(output, Tensor) else output.square().mean()).backward()
         return gradients(model)
 
     model.train()
@@ -156,7 +156,7 @@ def test_models_train_in_int8_where_inductor_compiles_no_bf16(
         contextlib.nullcontext() if built else without_kernels(),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("error")  # Inductor warns of a graph that it skips
+        warnings.simplefilter("error")  # Inductor warns of a skipped graph
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", "Guards may run slower")  # Dynamo on Python 3.13.0
         step = torch.compile(
@@ -179,8 +179,8 @@ def test_models_train_in_int8_where_inductor_compiles_no_bf16(
 def test_sums_stay_in_the_range_of_fp16(
     precision: str, layer: str, scaling: str, kernels: bool
 ) -> None:
-    """Sums of 4 products of 127 by 127 are more than FP16 holds; gradients may be smaller and
-    larger than what it holds.
+    """A sum of 5 products of 127 by 127 exceeds the range of FP16. Some gradients are below that
+    range and some above it.
     """
     torch.manual_seed(0)
     module = nn.Linear(300, 24) if layer == "linear" else nn.Conv2d(33, 24, 3)
@@ -190,7 +190,7 @@ def test_sums_stay_in_the_range_of_fp16(
         module.weight.fill_(0.25)
         module.weight.add_(0.01 * torch.randn_like(module.weight))
     incoming = torch.randn_like(module(x)) * 1e-9
-    incoming[0] *= 1e14  # beyond FP16 on either side
+    incoming[0] *= 1e14  # below and above the range of FP16
 
     def train(call: Any) -> tuple[Tensor, ...]:
         y = call(x)
@@ -203,14 +203,14 @@ def test_sums_stay_in_the_range_of_fp16(
         "rounding": "nearest",
         "scaling": scaling,
     }
-    exact, here = train(module), train(torch.compile(module, backend="qsync", options=options))
+    exact, on_cpu = train(module), train(torch.compile(module, backend="qsync", options=options))
     torch._dynamo.reset()
     with on_a("t4", kernels):
-        there = train(torch.compile(module, backend="qsync", options=options))
-    for found, other, wanted in zip(there, here, exact, strict=True):
-        assert found.isfinite().all()
-        # BF16 carries and rounds more coarsely here.
-        assert (found - wanted).norm() <= 1.1 * (other - wanted).norm() + 0.002 * wanted.norm()
+        on_t4 = train(torch.compile(module, backend="qsync", options=options))
+    for actual, other, wanted in zip(on_t4, on_cpu, exact, strict=True):
+        assert actual.isfinite().all()
+        # The CPU's emulation dtype, BF16, rounds more coarsely than FP16.
+        assert (actual - wanted).norm() <= 1.1 * (other - wanted).norm() + 0.002 * wanted.norm()
 
 
 def test_infinite_gradients_reach_loss_scaling() -> None:
@@ -266,17 +266,17 @@ def test_skipped_graph_is_an_error_only_with_a_plan() -> None:
 
 
 def test_kernels_are_queried_for_the_formats_of_the_device() -> None:
-    """What a layer asks kernels for is found on tensors without values, which lie on no device of
-    their own.
-    """
+    """Kernel problems come from tensors without data, whose device does not name the target."""
     model, x = nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
     for target, gradient in (("t4", "fp16"), ("a100", "bf16")):
         explanation = qsync_fx.explain(
             model, x, options={"precision": "int8", "target": target, "skip_unprofitable": False}
         )
         with explanation.there():
-            asked = [(problem.a, problem.b) for problem in problems_of(explanation.lowered_graphs)]
-        assert asked == [("int8", "int8"), (gradient, gradient), (gradient, gradient)]
+            formats = [
+                (problem.a, problem.b) for problem in problems_of(explanation.lowered_graphs)
+            ]
+        assert formats == [("int8", "int8"), (gradient, gradient), (gradient, gradient)]
 
 
 def test_support_names_the_emulation_dtype_of_old_devices() -> None:

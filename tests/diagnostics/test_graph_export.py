@@ -1,4 +1,4 @@
-"""The exported graph of a model has its operators, and an edge for each tensor between them."""
+"""Exported model graphs: one node per operator, and one edge per tensor between operators."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_edges_are_the_reads_of_operators(tmp_path: Path) -> None:
         for read in operator.reads
         if (source := graph.values[read.value].operator) is not None
     )
-    found = sorted(re.findall(r'"g0\.([^"]+)" -> "g0\.([^"]+)"', text))
-    assert found == wanted
-    assert ("first/linear", "/relu@first") in found
-    # Into the body of a checkpointed region and out of it.
-    assert any(b == "second/linear" for _, b in found) and any(
-        a == "second/linear" for a, _ in found
+    edges = sorted(re.findall(r'"g0\.([^"]+)" -> "g0\.([^"]+)"', text))
+    assert edges == wanted
+    assert ("first/linear", "/relu@first") in edges
+    # Edges enter and leave the body of a checkpointed region.
+    assert any(b == "second/linear" for _, b in edges) and any(
+        a == "second/linear" for a, _ in edges
     )
 
 
@@ -62,7 +62,7 @@ def _list(items: dict[str, object]) -> dict[str, object]:
 
 
 TEXT: dict[str, object] = {"type": "string"}
-# GraphCollection of input_graph.ts and types.ts of Model Explorer, as far as the export uses it.
+# The fields of Model Explorer's GraphCollection (input_graph.ts, types.ts) that the export uses.
 # Its JSON loader accepts an object with both `label` and `graphs`.
 COLLECTION = _object(
     "label graphs",
@@ -129,7 +129,7 @@ def test_model_explorer_opens_a_bert_with_modules_as_layers(tmp_path: Path) -> N
     assert attributes["flops"].endswith("K") and attributes["saved for backward"].endswith("B")
     (edge,) = dense["incomingEdges"]
     assert edge["sourceNodeId"] == "encoder.layer.0.attention.output.LayerNorm/layer_norm"
-    # Colour by width of the format.
+    # The color depends on the width of the format.
     other = nodes["encoder.layer.1.intermediate.dense/linear"]
     assert dense["style"] != other["style"]
 

@@ -1,5 +1,5 @@
-"""Why a part of a model is in no graph: `plan_coverage` names it with the reason and the way out,
-and a training step warns of it.
+"""Modules outside of compiled graphs: `plan_coverage` gives the reason and a remedy, and a training
+step warns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.compiling.applied_steps import (
 torch.set_num_threads(1)
 
 BREAKS_AT_RNNS = torch.__version__ >= (2, 15)
-"""Whether Dynamo breaks the graph at an RNN; before, it does not compile the function around it."""
+"""Whether Dynamo breaks the graph at an RNN. Older versions do not compile the calling function."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +42,15 @@ def test_a_dispatch_mode() -> None:
         with Mode():
             return compiled(model, precision="bf16")(torch.randn(4, 16))
 
-    (told,) = step(model, call)
-    assert told.startswith("the plan is not applied: no compiled graph contains 2 modules of Plain")
-    # torch 2.11 reports the modules one by one.
-    assert re.search(r"first \(Linear\)(, second \(Linear\))?: it is called under a Torch", told)
-    assert "second (Linear)" in told
-    assert "Plain.forward" in told
-    assert "call the model outside of the mode" in told
+    (message,) = step(model, call)
+    assert message.startswith(
+        "the plan is not applied: no compiled graph contains 2 modules of Plain"
+    )
+    # torch 2.11 reports each module separately.
+    assert re.search(r"first \(Linear\)(, second \(Linear\))?: it is called under a Torch", message)
+    assert "second (Linear)" in message
+    assert "Plain.forward" in message
+    assert "call the model outside of the mode" in message
     assert uncovered(model) == {"first": "mode", "second": "mode"}
 
 
@@ -60,16 +62,16 @@ def test_rnns(rnn: Callable[..., nn.Module]) -> None:
         assert warned == []
         assert uncovered(model) == {"inner": "break"}
         return
-    (told,) = warned
+    (message,) = warned
     assert (
         "start (Linear), end (Linear): Dynamo does not compile a function that calls an RNN "
-        "(Outer.forward" in told
+        "(Outer.forward" in message
     )
-    assert "allow_rnn" in told
+    assert "allow_rnn" in message
     assert uncovered(model) == {"start": "rnn", "inner": "rnn", "end": "rnn"}
 
     class Apart(Outer):
-        """The way out that the warning names."""
+        """Model with the remedy that the warning names."""
 
         @torch.compiler.disable
         def recurrent(self, x: Tensor) -> Tensor:
@@ -86,10 +88,10 @@ def test_rnns(rnn: Callable[..., nn.Module]) -> None:
 def test_a_full_backward_hook() -> None:
     model = Plain()
     model.first.register_full_backward_hook(lambda *_: None)
-    (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
-    assert "no compiled graph contains 1 module of Plain" in told
-    assert "first (Linear): it has a full backward hook" in told
-    assert "compiled_autograd" in told
+    (message,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
+    assert "no compiled graph contains 1 module of Plain" in message
+    assert "first (Linear): it has a full backward hook" in message
+    assert "compiled_autograd" in message
     assert uncovered(model) == {"first": "backward hook"}
 
 
@@ -97,9 +99,10 @@ def test_disabled() -> None:
     inner = Plain()
     inner.forward = torch.compiler.disable(inner.forward)  # type: ignore[method-assign]
     model = Outer(inner)
-    (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
+    (message,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
     assert (
-        "inner.first (Linear), inner.second (Linear): torch.compiler.disable applies to it" in told
+        "inner.first (Linear), inner.second (Linear): torch.compiler.disable applies to it"
+        in message
     )
     assert uncovered(model) == {"inner.first": "disabled", "inner.second": "disabled"}
 
@@ -108,10 +111,12 @@ def test_disabled() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)
 
-    whole = Whole()
-    (told,) = step(whole, lambda: compiled(whole, precision="bf16")(torch.randn(4, 16)))
-    assert "Whole.forward" in told
-    assert uncovered(whole) == {"first": "disabled", "second": "disabled"}
+    disabled_model = Whole()
+    (message,) = step(
+        disabled_model, lambda: compiled(disabled_model, precision="bf16")(torch.randn(4, 16))
+    )
+    assert "Whole.forward" in message
+    assert uncovered(disabled_model) == {"first": "disabled", "second": "disabled"}
 
 
 def test_a_forward_that_dynamo_gives_up_on() -> None:
@@ -126,9 +131,11 @@ def test_a_forward_that_dynamo_gives_up_on() -> None:
             return Result((self.second(x),))[0]
 
     model = Class()
-    (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
-    # The reason is Dynamo's: "Invalid call to __build_class__", before torch 2.13 another one.
-    assert re.search(r"Dynamo did not compile the function that calls it: \w.* \(.*forward", told)
+    (message,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
+    # Dynamo's reason: "Invalid call to __build_class__"; before torch 2.13 another one.
+    assert re.search(
+        r"Dynamo did not compile the function that calls it: \w.* \(.*forward", message
+    )
     assert uncovered(model) == {"first": "skipped", "second": "skipped"}
 
 
@@ -190,16 +197,16 @@ def test_dynamo_switched_off() -> None:
     model = Plain()
     fast = compiled(model, precision="bf16")
     with torch.compiler.set_stance("force_eager"):
-        (told,) = step(model, lambda: fast(torch.randn(4, 16)))
-    assert "Dynamo has processed no call of the model" in told
-    assert "set_stance" in told
+        (message,) = step(model, lambda: fast(torch.randn(4, 16)))
+    assert "Dynamo has processed no call of the model" in message
+    assert "set_stance" in message
 
 
 # Without a plan.
 
 
 class Sparse(Plain):
-    """A layer of a graph network, which Dynamo leaves to Python."""
+    """Layer of a graph network, which Dynamo does not compile."""
 
     def forward(self, x: Tensor, adjacency: Tensor | None = None) -> Tensor:
         assert adjacency is not None
@@ -207,7 +214,7 @@ class Sparse(Plain):
 
 
 class Mixing(Plain):
-    """The way out that the reason names."""
+    """Layer with the remedy that the reason names."""
 
     adjacency = torch.eye(4).to_sparse()
 
@@ -221,13 +228,13 @@ class Mixing(Plain):
 
 def test_a_sparse_tensor() -> None:
     model, x, adjacency = Sparse(), torch.randn(4, 16), torch.eye(4).to_sparse()
-    (told,) = step(model, lambda: compiled(model, precision="bf16")(x, adjacency))
+    (message,) = step(model, lambda: compiled(model, precision="bf16")(x, adjacency))
     assert (
         "first (Linear), second (Linear): Dynamo does not compile a function with a sparse tensor "
-        "as argument" in told
+        "as argument" in message
     )
-    assert "with @torch.compiler.disable" in told
-    assert "fullgraph" not in told
+    assert "with @torch.compiler.disable" in message
+    assert "fullgraph" not in message
     assert uncovered(model) == {"first": "sparse", "second": "sparse"}
     apart = Mixing()
     assert step(apart, lambda: compiled(apart, precision="bf16")(x)) == []
@@ -245,9 +252,9 @@ def test_no_warning_without_a_plan(kind: str) -> None:
     else:
         model.first.register_full_backward_hook(lambda *_: None)  # type: ignore[operator,union-attr]
     assert step(model, lambda: compiled(model)(*x)) == []
-    found = qsync_fx.plan_coverage(model)
-    assert found.uncovered and not any(module.lost for module in found.uncovered)
-    text = str(found)
+    coverage = qsync_fx.plan_coverage(model)
+    assert coverage.uncovered and not any(module.lost for module in coverage.uncovered)
+    text = str(coverage)
     assert "in no graph" in text and "to do: " in text
     assert "as written (not" not in text and "all that is planned is applied" not in text
     assert text.endswith("no plan or precision is given: modules in no graph run as written")

@@ -1,4 +1,4 @@
-"""Sizes in reports, as people and as programs read them."""
+"""Numbers in reports, formatted for text and for JSON."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from qsync_fx.formatting import number, short
 )
 def test_known_sizes_are_numbers(size: object, said: str, known: float | None) -> None:
     assert short(size) == said
-    found = number(size)
-    assert found == known and type(found) is type(known)
+    value = number(size)
+    assert value == known and type(value) is type(known)
 
 
 def test_operations_of_attention_are_a_number() -> None:
-    """Its gradients are shares of a whole, which sympy adds up."""
+    """FLOPs of the gradients are fractions of the total, which sympy sums."""
 
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -42,11 +42,13 @@ def test_operations_of_attention_are_a_number() -> None:
             heads = self.heads(x).view(2, 8, 4, 4).transpose(1, 2)
             return F.scaled_dot_product_attention(heads, heads, heads)
 
-    found = explain(Attention(), torch.randn(2, 8, 16), options={"precision": "bf16"})
+    explanation = explain(Attention(), torch.randn(2, 8, 16), options={"precision": "bf16"})
     attention = next(
-        operator for operator in found.operators if "scaled_dot_product" in str(operator.note.id)
+        operator
+        for operator in explanation.operators
+        if "scaled_dot_product" in str(operator.note.id)
     )
     operations = operator_as_json(attention)["flops"]
     assert type(operations) is int
-    line = next(line for line in str(found).splitlines() if "scaled_dot_product" in line)
+    line = next(line for line in str(explanation).splitlines() if "scaled_dot_product" in line)
     assert short(operations) in line.split()

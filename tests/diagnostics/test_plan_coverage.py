@@ -1,6 +1,5 @@
-"""A plan that is not applied is never silent: whatever keeps Dynamo from compiling a part of a
-model, `plan_coverage` names it with the reason and the way out, a training step warns of it, and
-with the option "strict" it raises.
+"""Plans that are applied only in part: `plan_coverage` names each module that Dynamo does not
+compile, with the reason and a remedy. A training step warns, or raises with the option "strict".
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ def _fresh() -> None:
     torch._dynamo.reset()
 
 
-# What is applied.
+# Plans that are applied.
 
 
 def test_every_module_has_its_running_formats() -> None:
     model = build(Perceptron)
     plan = Plan("int8", patterns=[("head", "bf16")])
     assert step(model, lambda: compiled(model, plan=plan)(torch.randn(4, 16))) == []
-    found = qsync_fx.plan_coverage(model)
+    coverage = qsync_fx.plan_coverage(model)
     assert {
-        module.path: [str(ran.precision) for ran in module.operators] for module in found.modules
+        module.path: [str(ran.precision) for ran in module.operators] for module in coverage.modules
     } == {
         "layers.0": ["int8"],
         "layers.1": ["bf16"],
@@ -54,14 +53,14 @@ def test_every_module_has_its_running_formats() -> None:
         "head": ["bf16"],
     }
     explained = qsync_fx.explain(build(Perceptron), torch.randn(4, 16), options={"plan": plan})
-    assert [(ran.id, ran.precision, ran.reason) for ran in found.operators] == [
+    assert [(ran.id, ran.precision, ran.reason) for ran in coverage.operators] == [
         (operator.id, operator.precision, operator.reason) for operator in explained.operators
     ]
-    assert found.complete
-    assert not found.uncovered
-    text = str(found)
+    assert coverage.complete
+    assert not coverage.uncovered
+    text = str(coverage)
     assert "head/linear" in text
-    assert "test_applied.py" not in text, "the lines are those of the model"
+    assert "test_plan_coverage.py" not in text, "the lines are those of the model"
     assert text.endswith("all that is planned is applied")
 
 
@@ -99,9 +98,9 @@ def test_a_part_that_is_compiled_by_itself_and_was_not_called() -> None:
     model = Outer(Plain())
     start, inner = compiled(model.start, precision="bf16"), compiled(model.inner, precision="bf16")
     inner(torch.randn(4, 16))
-    # As in the whole model, where the function between its layers is one of `inner`.
-    found = {str(ran.id) for ran in qsync_fx.plan_coverage(model).operators}
-    assert found == {"inner.first/linear", "inner/relu", "inner.second/linear"}
+    # Ids of the full model: the function between the layers of `inner` belongs to `inner`.
+    ids = {str(ran.id) for ran in qsync_fx.plan_coverage(model).operators}
+    assert ids == {"inner.first/linear", "inner/relu", "inner.second/linear"}
     text = str(qsync_fx.plan_coverage(model))
     assert "no call of it has been compiled" in text
     assert text.endswith("all that is planned is applied, as far as the model has been called")
@@ -110,7 +109,7 @@ def test_a_part_that_is_compiled_by_itself_and_was_not_called() -> None:
 
 
 def test_modules_whose_parameters_others_use_are_applied() -> None:
-    """Tied weights, and the output projection of attention, which is never called."""
+    """Tied weights, and the output projection of attention, whose module is never called."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -131,7 +130,7 @@ def test_modules_whose_parameters_others_use_are_applied() -> None:
 
 
 def test_modules_that_share_compiled_code() -> None:
-    """Dynamo compiles the first block's code, and uses it for the others without a word."""
+    """Dynamo compiles the first block and silently reuses its code for the others."""
 
     class Block(Plain):
         def __init__(self) -> None:
@@ -146,8 +145,10 @@ def test_modules_that_share_compiled_code() -> None:
     model = nn.Sequential(*(Block() for _ in range(4)))
     outer = Outer(model, out=16)
     step(outer, lambda: compiled(outer, precision="bf16")(torch.randn(4, 16)))
-    found = {str(ran.id) for ran in qsync_fx.plan_coverage(outer).operators}
-    assert {f"inner.{at}.{name}/linear" for at in range(4) for name in ("first", "second")} <= found
+    ids = {str(ran.id) for ran in qsync_fx.plan_coverage(outer).operators}
+    assert {
+        f"inner.{index}.{name}/linear" for index in range(4) for name in ("first", "second")
+    } <= ids
     twin = copy.deepcopy(model)
     compiled(model, precision="bf16")(torch.randn(4, 16))
     compiled(twin, precision="bf16")(torch.randn(4, 16))
@@ -155,8 +156,8 @@ def test_modules_that_share_compiled_code() -> None:
 
 
 def test_models_of_torch_classes_share_compiled_code() -> None:
-    """Of a Sequential Dynamo compiles what torch puts around it, and uses that for the next one,
-    though the first is gone by then.
+    """Dynamo compiles its wrapper around the forward of a Sequential, and reuses it for the next
+    Sequential after the first is deleted.
     """
 
     def trained(width: int) -> list[str]:
@@ -192,8 +193,8 @@ def test_a_plan_file_is_read_once(tmp_path: Any) -> None:
     path = tmp_path / "plan.json"
     Plan("int8").save(path)
     model, x = Scaled(), torch.randn(4, 16)
-    given = {"plan": path, "inner_backend": "eager"}
-    fast = torch.compile(model, backend="qsync", options=given)
+    options = {"plan": path, "inner_backend": "eager"}
+    fast = torch.compile(model, backend="qsync", options=options)
     path.unlink()
     for model.scale in (1, 2):
         fast(x)
@@ -202,9 +203,11 @@ def test_a_plan_file_is_read_once(tmp_path: Any) -> None:
             for ran in qsync_fx.plan_coverage(model).operators
             if ran.kind == "adjustable"
         } == {"int8"}
-    assert given == {"plan": path, "inner_backend": "eager"}, "the user's dictionary is the user's"
+    assert options == {"plan": path, "inner_backend": "eager"}, (
+        "the user's dictionary is the user's"
+    )
     with pytest.raises(PlanError, match=r"plan\.json"):
-        torch.compile(model, backend="qsync", options=given)
+        torch.compile(model, backend="qsync", options=options)
 
 
 @pytest.mark.parametrize("how", ["function", "method", "decorator", "module"])
@@ -273,12 +276,14 @@ def test_explain_lists_modules_outside_graphs() -> None:
     inner = Plain()
     inner.forward = torch.compiler.disable(inner.forward)  # type: ignore[method-assign]
     model, x = Outer(inner), torch.randn(4, 16)
-    found = qsync_fx.explain(model, x, options={"precision": "int8"})
-    assert [(module.path, str(module.cause.why), module.lost) for module in found.uncovered] == [
+    explanation = qsync_fx.explain(model, x, options={"precision": "int8"})
+    assert [
+        (module.path, str(module.cause.why), module.lost) for module in explanation.uncovered
+    ] == [
         ("inner.first", "disabled", True),
         ("inner.second", "disabled", True),
     ]
-    text = str(found)
+    text = str(explanation)
     assert "inner.second (Linear)   in no graph   as written (not int8)" in text
     assert "remove torch.compiler.disable" in text
     assert uncovered(model)["inner.first"] == "not given", "explaining is not compiling"
@@ -291,7 +296,7 @@ def test_explain_lists_modules_outside_graphs() -> None:
 
 
 def test_required_torch_internals_exist() -> None:
-    """The names of torch's that are no promise of its: where one is gone, this says which."""
+    """List the private names of torch that the project depends on, to identify a missing one."""
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch._dynamo.eval_frame import innermost_backend

@@ -1,5 +1,5 @@
-"""A plan is checked after the first training step: entries that decide on nothing, once for each
-model, raised with "strict".
+"""Plan check after the first training step: entries without effect are reported once per model, or
+raised with "strict".
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ def test_rules_without_effect_are_known_after_a_step(
 
 
 def test_hooks_of_others_on_optimizers_run_too() -> None:
-    """The check takes its hook away after the first step, in the middle of torch going through all
-    hooks.
-    """
+    """The check removes its hook after the first step, while torch iterates over all hooks."""
     calls = []
     model = Plain()
     fast = compiled(model)
@@ -80,7 +78,7 @@ def test_strict_raises_it(wrong: dict[str, Any], told: str, near: str) -> None:
     "entry", [{"patterns": [("frist", "int8")]}, {"operators": {"frist/linear": "int8"}}]
 )
 def test_missing_module_is_detected_at_once(entry: dict[str, Any]) -> None:
-    """However the graph breaks, and in evaluation as in training."""
+    """Detection does not depend on graph breaks or on the training mode."""
     model, plan = Breaking(), Plan("bf16", **entry)
     with pytest.raises(PlanError, match=r"frist|names 1 operator") as caught:
         compiled(model, plan=plan)(torch.randn(4, 16))
@@ -91,20 +89,21 @@ def test_missing_module_is_detected_at_once(entry: dict[str, Any]) -> None:
 
 
 def test_one_warning_per_model_and_no_remaining_hook() -> None:
-    model = Breaking()
+    model, hooks = Breaking(), len(_global_optimizer_post_hooks)
     fast = compiled(model, plan=Plan("bf16", patterns=[("first/lienar", "int8")]))
-    assert _global_optimizer_post_hooks
+    assert len(_global_optimizer_post_hooks) > hooks
     assert len(step(model, lambda: fast(torch.randn(4, 16)))) == 1
     assert step(model, lambda: fast(torch.randn(4, 16))) == []
     assert step(model, lambda: fast(torch.randn(9, 16))) == []
+    assert len(_global_optimizer_post_hooks) == hooks
 
 
 def test_each_model_is_checked_at_its_step() -> None:
     first, second = Breaking(), Breaking()
     plan = Plan("bf16", patterns=[("first/lienar", "int8")])
-    one, other = compiled(first, plan=plan), compiled(second, plan=plan)
+    run, other = compiled(first, plan=plan), compiled(second, plan=plan)
     other(torch.randn(4, 16))
-    assert len(step(first, lambda: one(torch.randn(4, 16)))) == 1
+    assert len(step(first, lambda: run(torch.randn(4, 16)))) == 1
     assert not any(p.grad is not None for p in second.parameters())
 
 
@@ -160,8 +159,8 @@ def test_evaluation_may_have_less_than_training() -> None:
 
 
 def test_helper_modules_are_not_the_model() -> None:
-    """What a model calls after a graph break is compiled alone, and has none of the operators that
-    the plan names.
+    """A helper called after a graph break is compiled separately, and contains no operator of the
+    plan.
     """
 
     def loss_of(y: Tensor) -> Tensor:

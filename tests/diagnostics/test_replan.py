@@ -1,6 +1,4 @@
-"""Another plan without another trace: whatever the plan, all is as if it had been explained
-afresh.
-"""
+"""Replanning without a new trace equals a new explanation with the same plan."""
 
 from __future__ import annotations
 
@@ -95,10 +93,10 @@ def test_a_pass_of_the_users_runs_again() -> None:
     first = qsync_fx.explain(
         model, torch.randn(2, 8), options={"precision": "int8", "passes": [keep_narrow_layers]}
     )
-    found = {
+    precisions = {
         str(op.id): str(op.precision) for op in first.replanned(Plan.uniform("bf16")).operators
     }
-    assert found == {"0/linear": "bf16", "1/relu": "bf16", "2/linear": "fp32"}
+    assert precisions == {"0/linear": "bf16", "1/relu": "bf16", "2/linear": "fp32"}
 
 
 def test_a_plan_for_another_model_is_refused() -> None:

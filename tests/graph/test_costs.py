@@ -1,5 +1,5 @@
-"""Costs: an algebra, and against what torch counts, what autograd keeps, and what the passes
-insert.
+"""Operator costs: their algebra, compared with torch's FLOP counter, with tensors that autograd
+saves, and with casts that passes insert.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SYMBOLS = {name: sympy.Symbol(name, integer=True, positive=True) for name in ("b
 MODELS = ("bert", "gpt2", "resnet", "vit", "mixtral", "llama_recomputing")
 
 
-# The algebra.
+# Cost algebra.
 
 numbers = st.integers(0, 10**6)
 sizes = st.one_of(
@@ -49,7 +49,7 @@ kept = st.sampled_from([("x", "bf16"), ("x", "int8"), ("mask", "extra 0"), ("y",
 
 @st.composite
 def costs(draw: st.DrawFn) -> Cost:
-    # What one value takes in one format does not depend on who keeps it.
+    # The bytes of a value in a format are equal for all operators that save it.
     amount = {
         key: 1 + sum(map(ord, key[0] + key[1])) * SYMBOLS["batch"] for key in draw(st.sets(kept))
     }
@@ -71,21 +71,23 @@ def test_costs_add_up_in_any_order_and_saved_tensors_count_once(parts: list[Cost
 
 @given(costs(), st.integers(1, 512), st.integers(1, 512))
 def test_numbers_take_the_place_of_symbols(cost: Cost, batch: int, sequence: int) -> None:
-    there = cost.at(batch=batch, sequence=sequence)
+    numeric = cost.at(batch=batch, sequence=sequence)
     values = {SYMBOLS["batch"]: batch, SYMBOLS["sequence"]: sequence}
-    assert there.flops == sympy.sympify(cost.flops).subs(values)
-    assert there.saved_bytes == sympy.sympify(cost.saved_bytes).subs(values)
-    assert cost.at(batch=batch).at(sequence=sequence) == there
-    assert all(isinstance(size, int) for size in (there.flops, there.bytes, there.saved_bytes))
+    assert numeric.flops == sympy.sympify(cost.flops).subs(values)
+    assert numeric.saved_bytes == sympy.sympify(cost.saved_bytes).subs(values)
+    assert cost.at(batch=batch).at(sequence=sequence) == numeric
+    assert all(
+        isinstance(size, int) for size in (numeric.flops, numeric.bytes, numeric.saved_bytes)
+    )
 
 
-# Of models.
+# Costs of models.
 
 
 def explained(
     name: str, precision: str, wanted: bool = False
 ) -> tuple[nn.Module, dict[str, Tensor], Explanation]:
-    """Explains a model of the zoo; `wanted`: gradients of its inputs are wanted too."""
+    """Explain a model of the zoo. With `wanted`, its floating-point inputs require gradients."""
     torch._dynamo.reset()
     model, inputs = make(ZOO[name])
     for value in inputs.values() if wanted else ():
@@ -100,16 +102,14 @@ def total(explanation: Explanation) -> Cost:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", MODELS)
 def test_casts_are_predicted(name: str, precision: str) -> None:
-    """The casts that costs are charged for are those that the passes insert: as many, between the
-    same formats.
-    """
+    """The casts in costs are the casts that passes insert: as many, between the same formats."""
     *_, explanation = explained(name, precision)
     for part in explanation.graphs:
         assert predicted(part.graph) == inserted(part.graph)
 
 
 class ReadsOtherwise(nn.Module):
-    """Operators that do not read all their operands in their own format."""
+    """Model with operators that read some operands in another format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,52 +136,52 @@ def test_casts_of_different_operands_are_predicted(precision: str) -> None:
 def predicted(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
     notes = {op.id: op.note for op in graph.operators()}
     flow = graph.costing.flow
-    found = casts(
+    planned_casts = casts(
         flow,
         {site.node: OperandState.of(notes[site.id]) for site in flow.sites if site.id in notes},
         graph.costing.places,
     )
-    return Counter((str(cast.before), str(cast.after)) for cast in found if not cast.wanted)
+    return Counter((str(cast.before), str(cast.after)) for cast in planned_casts if not cast.wanted)
 
 
 def inserted(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
     from qsync_fx.graph.fx_utils import format_of
 
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for part in graph.walk():
         for node in part.nodes:
             before = format_of(part.value(node.args[0])) if node.args else None
             if node.target is torch.ops.aten.to.dtype and node_metadata.is_cast(node):
-                found[str(before), str(format_of(part.value(node)))] += 1
+                counts[str(before), str(format_of(part.value(node)))] += 1
             elif node.target in (torch.ops.qsync.quantize.default, torch.ops.qsync.round.default):
-                found[str(before), str(node.args[3])] += 1
-    return found
+                counts[str(before), str(node.args[3])] += 1
+    return counts
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["bert", "resnet", "vit"])
 def test_saved_bytes_equal_autograd(name: str, precision: str) -> None:
-    """Scales, of one number each, are left out; statistics of narrow norms are FP32 in eager mode,
-    and narrow where they are compiled.
+    """The tolerance covers scales of one number each, and statistics of narrow norms, which are
+    FP32 in eager mode and narrow when compiled.
     """
     model, _, explanation = explained(name, precision, wanted=True)
     (part,) = explanation.graphs
     lowered = part.snapshots.graphs["lower"]
     attend_by_products(lowered)
-    given = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    state = {id(t): t for t in (*model.parameters(), *model.buffers())}
     arguments = [
         _real(node, model, lowered.value(node))
         for node in lowered.nodes
         if node.op == "placeholder"
     ]
-    there = {
-        _storage(t) for t in (*given.values(), *(a for a in arguments if isinstance(a, Tensor)))
+    input_storages = {
+        _storage(t) for t in (*state.values(), *(a for a in arguments if isinstance(a, Tensor)))
     }
-    found: dict[int, tuple[int, Tensor]] = {}
+    saved: dict[int, tuple[int, Tensor]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in there:
-            found[_storage(tensor)] = tensor.untyped_storage().nbytes(), tensor
+        if _storage(tensor) not in input_storages:
+            saved[_storage(tensor)] = tensor.untyped_storage().nbytes(), tensor
         return tensor
 
     with (
@@ -189,14 +189,14 @@ def test_saved_bytes_equal_autograd(name: str, precision: str) -> None:
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
         lowered.module(*arguments)
-    measured = sum(size for size, _ in found.values())
+    measured = sum(size for size, _ in saved.values())
     assert total(explanation).saved_bytes == pytest.approx(
         measured, rel=0.015 if precision != "fp32" else 0
     )
 
 
 class Dropping(nn.Module):
-    """Attention with dropout, written with all its arguments by place or by name."""
+    """Attention with dropout, called with positional or with keyword arguments."""
 
     def __init__(self, named: bool) -> None:
         super().__init__()
@@ -211,25 +211,25 @@ class Dropping(nn.Module):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_attention_dropout_saves_weights_without_a_fused_kernel(named: bool) -> None:
-    """A GPU's fused kernel keeps its result and a number a row, and draws again what it dropped."""
+    """A GPU's fused kernel saves its output and one number per row, and regenerates its mask."""
     shape, mask = (2, 3, 16, 8), torch.ones(2, 1, 1, 16, dtype=torch.bool)
-    given = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    operands = [torch.randn(shape, requires_grad=True) for _ in range(3)]
     weights, rows = 2 * 3 * 16 * 16, 2 * 3 * 16
     for target, few in (("cpu", False), ("t4", True), ("a100", True)):
         torch._dynamo.reset()
         options = {} if target == "cpu" else {"target": target}
         saved = total(
-            qsync_fx.explain(Dropping(named).train(), *given, mask, options=options)
+            qsync_fx.explain(Dropping(named).train(), *operands, mask, options=options)
         ).saved
-        beside = [size for (_, how), size in saved.items() if how.startswith("extra")]
-        assert (sum(beside) < weights) is few
+        extra = [size for (_, kind), size in saved.items() if kind.startswith("extra")]
+        assert (sum(extra) < weights) is few
         if few:
-            assert 4 * rows in beside
+            assert 4 * rows in extra
 
 
 def _real(node: fx.Node, model: nn.Module, value: Any) -> Any:
-    """Returns values for an input of a graph: parameters and buffers by their name, else numbers
-    that are valid for both uses.
+    """Return a value for a graph input: a parameter or buffer by its name, or else a tensor
+    of random numbers or ones.
     """
     named = {
         name.replace(".", "_"): t for name, t in (*model.named_parameters(), *model.named_buffers())
@@ -257,9 +257,8 @@ def test_operations_equal_the_flop_counter(name: str) -> None:
         for op in explanation.operators
         if op.id.operator == "scaled_dot_product_attention"
     ]
-    # torch's counter does not know the fused kernel of the CPU, which computes the scores once
-    # more.
-    again = sum(part.forward.flops for part in attention if part) // 2
+    # torch's counter omits that the CPU's fused kernel recomputes the scores.
+    recomputed = sum(part.forward.flops for part in attention if part) // 2
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as forward:
             output = model(**inputs)
@@ -267,12 +266,13 @@ def test_operations_equal_the_flop_counter(name: str) -> None:
             loss_of(output).backward()
     assert cost.forward.flops == forward.get_total_flops()
     assert (
-        cost.input_gradient.flops + cost.weight_gradient.flops == backward.get_total_flops() + again
+        cost.input_gradient.flops + cost.weight_gradient.flops
+        == backward.get_total_flops() + recomputed
     )
 
 
 def test_another_batch_needs_no_new_trace() -> None:
-    """Costs at a batch and a length are those of a model that was explained with them."""
+    """Symbolic costs at a batch size and a length equal the costs of an explanation with them."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -303,8 +303,8 @@ def test_another_batch_needs_no_new_trace() -> None:
         for op, other in zip(symbolic.operators, fixed.operators, strict=True):
             assert op.note.cost is not None
             assert other.note.cost is not None
-            there, wanted = op.note.cost.at(batch=batch, sequence=sequence), other.note.cost
-            assert (there.flops, there.bytes, there.saved_bytes) == (
+            actual, wanted = op.note.cost.at(batch=batch, sequence=sequence), other.note.cost
+            assert (actual.flops, actual.bytes, actual.saved_bytes) == (
                 wanted.flops,
                 wanted.bytes,
                 wanted.saved_bytes,
@@ -312,9 +312,7 @@ def test_another_batch_needs_no_new_trace() -> None:
 
 
 def test_inference_mode_saves_no_tensors() -> None:
-    """A region of inference mode costs the same as one of no_grad, and recording resumes
-    after it.
-    """
+    """An inference_mode region costs the same as a no_grad region; autograd records after it."""
 
     class Model(nn.Module):
         def __init__(self, region: Callable[[], AbstractContextManager[None]]) -> None:
@@ -337,7 +335,7 @@ def test_inference_mode_saves_no_tensors() -> None:
     assert cost.weight_gradient.flops == 2 * 4 * 16 * 8
 
 
-# States.
+# Costs of operator states.
 
 
 def test_the_saved_bytes_of_every_precision() -> None:

@@ -1,5 +1,5 @@
-"""Products of groups of rows with a parameter each, as models of experts compute them: formats,
-gradients, and where there are none.
+"""Grouped matrix products, as in mixture-of-experts models: formats, gradients, and unsupported
+devices.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.support.computing.weight_products import SEED, adjustable
 
 
 def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """What a grouped product is, in any type; rows beyond the last group give zeros."""
-    found, start = torch.zeros(x.shape[0], w.shape[2], dtype=x.dtype), 0
-    for at, end in enumerate(ends.tolist()):
-        found[start:end] = x[start:end] @ w[at]
+    """Return a reference grouped product in any dtype. Rows after the last group are zero."""
+    result, start = torch.zeros(x.shape[0], w.shape[2], dtype=x.dtype), 0
+    for group, end in enumerate(ends.tolist()):
+        result[start:end] = x[start:end] @ w[group]
         start = end
-    return found
+    return result
 
 
 class Experts(nn.Module):
@@ -59,13 +59,13 @@ def test_a_grouped_product_is_a_layer_for_each_group(
 ) -> None:
     row, gradient, channel = FORMATS[fmt], FORMATS[fmt].gradient, scaling == "channel"
     offs = torch.tensor(ends, dtype=torch.int32)
-    # torch traces grouped products in BF16 alone.
+    # torch traces grouped products only in BF16.
     net, x = (
         Experts(turned).bfloat16(),
         torch.randn(11, 16, dtype=torch.bfloat16, requires_grad=True),
     )
-    found = qsync_fx.explain(net, x, offs, options={"precision": fmt, "scaling": scaling})
-    assert [each[1:] for each in adjustable(found)] == [(fmt, f"plan: uniform {fmt}")]
+    explanation = qsync_fx.explain(net, x, offs, options={"precision": fmt, "scaling": scaling})
+    assert [each[1:] for each in adjustable(explanation)] == [(fmt, f"plan: uniform {fmt}")]
     options = {
         "precision": fmt,
         "scaling": scaling,
@@ -127,15 +127,15 @@ def test_experts_of_a_model_train_in_int8(name: str) -> None:
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     ids = torch.randint(0, 64, (2, 9))
-    found = qsync_fx.explain(model, input_ids=ids, labels=ids, options={"precision": "int8"})
-    inside = [each for each in adjustable(found) if ".experts/" in each[0]]
+    explanation = qsync_fx.explain(model, input_ids=ids, labels=ids, options={"precision": "int8"})
+    inside = [each for each in adjustable(explanation) if ".experts/" in each[0]]
     assert len(inside) == 2 and all(
         each[1:] == ("int8", "plan: uniform int8") for each in inside
     ), inside
     model(input_ids=ids, labels=ids).loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    # The router chooses as in FP32, so that experts get the same tokens.
+    # The router runs in FP32, so that experts get the same tokens.
     plan = qsync_fx.Plan("fp32", [("**.experts", "int8")])
     compiled = torch.compile(
         model, backend="qsync", options={"plan": plan, "inner_backend": "aot_eager"}
@@ -155,9 +155,9 @@ def test_grouped_products_use_scaled_formats(device: str) -> None:
     assert row is not None
     graph = fx.Graph()
     shapes: dict[str, tuple[int, ...]] = {"x": (3, 16), "w": (4, 16, 8), "ends": (4,)}
-    given = [graph.placeholder(name) for name in shapes]
-    node = graph.call_function(operator, (*given,))
-    for used, shape in zip((*given, node), (*shapes.values(), (3, 8)), strict=True):
+    placeholders = [graph.placeholder(name) for name in shapes]
+    node = graph.call_function(operator, (*placeholders,))
+    for used, shape in zip((*placeholders, node), (*shapes.values(), (3, 8)), strict=True):
         used.meta["val"] = torch.empty(shape, device=device)
     scaled = dataclasses.replace(row, scaled=(0, 1))
     node_metadata.NOTE[node] = OperatorInfo(OpId("experts", row.name, 0), row.kind, "", scaled)

@@ -1,5 +1,5 @@
-"""What is known of a node has one file that names it, and every kernel's time can be charged to an
-operator of the model.
+"""Node metadata: one file defines its keys, and each kernel's time is charged to an operator of the
+model.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def test_no_other_file_names_keys() -> None:
         if name == "qsync_fx/graph/node_metadata.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            given = (
+            keys = (
                 {node.value}
                 if isinstance(node, ast.Constant)
                 else {node.arg}
                 if isinstance(node, ast.keyword)
                 else set()
             )
-            # One of them is the name of the backend, and of the command, too.
-            assert not given & (names - {node_metadata.NOTE.name}), f"{name} names {given}"
+            # NOTE's name is also the name of the backend and of the command.
+            assert not keys & (names - {node_metadata.NOTE.name}), f"{name} names {keys}"
             for key in _keys(node):
                 assert key != "custom" and not str(key).startswith("qsync"), (
                     f"{name} reads or writes {key!r} of a node"
@@ -49,7 +49,7 @@ def test_no_other_file_names_keys() -> None:
 
 
 def _keys(node: ast.AST) -> Iterator[object]:
-    """Yields what `x.meta` is asked for: by index, by a method such as `get`, or by `in`."""
+    """Yield the keys of `x.meta` that a node uses: by index, a method such as `get`, or `in`."""
     match node:
         case ast.Subscript(value=ast.Attribute(attr="meta"), slice=ast.Constant(value=key)):
             yield key
@@ -62,7 +62,7 @@ def _keys(node: ast.AST) -> Iterator[object]:
 
 
 class _Graphs(CustomGraphPass):
-    """Inductor's graphs, when all of its passes have run: forward, then backward."""
+    """Inductor's graphs after all of its passes: forward, then backward."""
 
     def __init__(self) -> None:
         self.seen: list[fx.Graph] = []
@@ -71,7 +71,7 @@ class _Graphs(CustomGraphPass):
         self.seen.append(graph)
 
     def uuid(self) -> Any:
-        return None  # nothing compiled before is taken from a cache
+        return None  # disables Inductor's cache
 
 
 class Block(nn.Module):
@@ -101,7 +101,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """As Inductor's pattern matcher looks for it."""
+    """Attention in the form that Inductor's pattern matcher expects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,12 +125,12 @@ def bert() -> tuple[nn.Module, dict[str, Any]]:
     }
     config = transformers.BertConfig(vocab_size=64, max_position_embeddings=16, **sizes)
     ids = torch.randint(0, 64, (2, 16))
-    given = {
+    inputs = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "labels": torch.tensor([0, 1]),
     }
-    return transformers.BertForSequenceClassification(config), given
+    return transformers.BertForSequenceClassification(config), inputs
 
 
 def gpt2() -> tuple[nn.Module, dict[str, Any]]:
@@ -157,12 +157,12 @@ def residual() -> tuple[nn.Module, dict[str, Any]]:
 def bert_base() -> tuple[nn.Module, dict[str, Any]]:
     transformers = pytest.importorskip("transformers")
     ids = torch.randint(0, 1000, (2, 128))
-    given = {
+    inputs = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "labels": torch.tensor([0, 1]),
     }
-    return transformers.BertForSequenceClassification(transformers.BertConfig()), given
+    return transformers.BertForSequenceClassification(transformers.BertConfig()), inputs
 
 
 def resnet50() -> tuple[nn.Module, dict[str, Any]]:
@@ -181,17 +181,17 @@ def attention() -> tuple[nn.Module, dict[str, Any]]:
 def trained(
     make: Callable[[], tuple[nn.Module, dict[str, Any]]], precision: str
 ) -> tuple[tuple[fx.Graph, ...], Any]:
-    """Inductor's graphs of a training step, whose kernels nobody builds, and what explain says of
+    """Return Inductor's graphs of a training step, without building kernels, and the explanation of
     the model.
     """
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model, given = make()
-    explanation = qsync_fx.explain(model, options={"precision": precision}, **given)
+    model, inputs = make()
+    explanation = qsync_fx.explain(model, options={"precision": precision}, **inputs)
     graphs = _Graphs()
     with torch._inductor.config.patch(post_grad_custom_post_pass=graphs), without_kernels():
-        found = torch.compile(model, backend="qsync", options={"precision": precision})(**given)
-        (found if isinstance(found, Tensor) else found.loss).backward()
+        output = torch.compile(model, backend="qsync", options={"precision": precision})(**inputs)
+        (output if isinstance(output, Tensor) else output.loss).backward()
     return tuple(graphs.seen), explanation
 
 
@@ -203,7 +203,7 @@ CASES = [
         for case in ((gpt2, "int8"), (bert, "bf16"), (residual, "int8"))
     ),
 ]
-# As they are trained: what has but one layer above may meet another in twelve.
+# Models of their usual size: twelve layers interact in more ways than one.
 WHOLE = [
     pytest.param(make, precision, marks=[tiers.EVERY, pytest.mark.timeout(600)])
     for make in (bert_base, resnet50)
@@ -216,14 +216,16 @@ def test_every_node_of_inductors_graphs_is_charged_to_an_operator_of_the_model(
     make: Any, precision: str
 ) -> None:
     graphs, explanation = trained(make, precision)
-    known = {str(operator.id) for operator in explanation.operators}
+    ids = {str(operator.id) for operator in explanation.operators}
     assert len(graphs) >= 2
     for graph in graphs:
-        found = charges(graph)
+        charged = charges(graph)
         for node in graph.nodes:
             if computes(node) and tensors(node.meta.get("val")):
-                assert node in found, f"{node.format_node()} is charged to nobody"
-                assert found[node].owner in known, f"{node.name} is charged to {found[node].owner}"
+                assert node in charged, f"{node.format_node()} is charged to nobody"
+                assert charged[node].owner in ids, (
+                    f"{node.name} is charged to {charged[node].owner}"
+                )
 
 
 @pytest.mark.parametrize(("make", "precision"), CASES)
@@ -239,14 +241,14 @@ def test_casts_are_marked_as_casts_of_their_owner(make: Any, precision: str) -> 
             wanted.add(node_metadata.charged(node))
             seeds += cast.part is Part.SEED
     assert (seeds > 0) == (precision == "int8")
-    found = {charge for charge in charges(graphs[0]).values() if charge.part is not None}
-    assert found >= wanted
+    marked = {charge for charge in charges(graphs[0]).values() if charge.part is not None}
+    assert marked >= wanted
     if precision == "int8":
         targets = {torch.ops.qsync.quantize.default, torch.ops.qsync.quantize_transposed.default}
         for node, charge in charges(graphs[0]).items():
             assert (node.target not in targets) or charge.part is Part.QUANTIZE
     else:
-        assert {charge.part for charge in found} == {Part.CONVERT}
+        assert {charge.part for charge in marked} == {Part.CONVERT}
 
 
 @pytest.mark.skipif(
@@ -278,9 +280,9 @@ def test_constant_is_attributed_to_its_single_reader() -> None:
     )
     graph.output((compared,))
 
-    found = charges(graph)
+    charged = charges(graph)
 
-    assert {node: charge.owner for node, charge in found.items()} == dict.fromkeys(
+    assert {node: charge.owner for node, charge in charged.items()} == dict.fromkeys(
         filter(computes, graph.nodes), "linear"
     )
 
@@ -288,10 +290,10 @@ def test_constant_is_attributed_to_its_single_reader() -> None:
 @tiers.ALL
 def test_batch_norm_statistics_are_attributed_to_it() -> None:
     (forward, _), _ = trained(residual, "bf16")
-    found = charges(forward)
+    charged = charges(forward)
     written = [node for node in forward.nodes if node.target is aten.copy_.default]
-    assert len(written) == 9  # of each of three norms a count, a mean and a variance
-    assert {found[node].owner for node in written} == {
+    assert len(written) == 9  # count, mean and variance of each of three norms
+    assert {charged[node].owner for node in written} == {
         f"{name}/batch_norm" for name in ("norm", "block.norm1", "block.norm2")
     }
 
@@ -299,11 +301,11 @@ def test_batch_norm_statistics_are_attributed_to_it() -> None:
 @tiers.ALL
 def test_the_sum_of_two_gradients_is_charged_where_the_value_was_made() -> None:
     (_, backward), _ = trained(residual, "bf16")
-    found = charges(backward)
+    charged = charges(backward)
     sums = [
         n
         for n in backward.nodes
         if n.target is aten.add.Tensor and node_metadata.charged(n) is None
     ]
-    # What the block reads comes from the pooling.
-    assert "pool/max_pool2d" in {found[node].owner for node in sums}
+    # The pooling computes the block's input.
+    assert "pool/max_pool2d" in {charged[node].owner for node in sums}

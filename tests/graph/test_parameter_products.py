@@ -1,5 +1,5 @@
-"""Which products are of a parameter, whatever moves or converts it, and what the others are; plans,
-reports and costs know the weight.
+"""Products with a parameter, also after views and casts of it, and the reasons for all other
+products. Plans, reports and costs use the weight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.computing.weight_products import adjustable
 
 
 class Two(nn.Module):
-    """Two parameters, a buffer, and a product of the user's choice."""
+    """Module with parameters, a buffer, and the product of a test."""
 
     def __init__(self, product: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ def explained(product: Callable[..., Tensor], x: Tensor, **options: object) -> q
 def test_moved_or_converted_parameter_is_a_weight(
     product: Callable[..., Tensor],
 ) -> None:
-    found = adjustable(explained(product, torch.randn(3, 7, requires_grad=True)))
-    assert [each[1:] for each in found] == [("int8", "plan: uniform int8")]
+    operators = adjustable(explained(product, torch.randn(3, 7, requires_grad=True)))
+    assert [each[1:] for each in operators] == [("int8", "plan: uniform int8")]
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_moved_or_converted_parameter_is_a_weight(
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_other_products_have_a_reason(product: Callable[..., Tensor], row: str, says: str) -> None:
-    found = explained(product, torch.randn(7, 7, requires_grad=True))
-    (operator,) = [op for op in found.operators if op.kind == "adjustable"]
+    explanation = explained(product, torch.randn(7, 7, requires_grad=True))
+    (operator,) = [op for op in explanation.operators if op.kind == "adjustable"]
     assert row in operator.row.reason and says in operator.reason
     assert str(operator.precision) == "bf16" and "runs in bf16" in operator.reason
 
@@ -102,11 +102,11 @@ def test_a_parameter_that_two_products_read_is_quantized_once() -> None:
         return (x @ net.w) @ net.w.t() + F.linear(x @ net.w, net.w)
 
     net, x = Two(product), torch.randn(3, 7, requires_grad=True)
-    found = qsync_fx.explain(net, x, options={"precision": "int8"})
-    assert {precision for _, precision, _ in adjustable(found)} == {"int8"}
+    explanation = qsync_fx.explain(net, x, options={"precision": "int8"})
+    assert {precision for _, precision, _ in adjustable(explanation)} == {"int8"}
     quantized = [
         node.args[0].name
-        for node in found.graph_module().graph.nodes
+        for node in explanation.graph_module().graph.nodes
         if "quantize" in str(node.target)
     ]
     assert quantized.count("w") == 1
@@ -128,16 +128,15 @@ def test_plans_reports_and_costs_know_the_weight() -> None:
 
     net, x = Outer(), torch.randn(3, 7, requires_grad=True)
     plan = qsync_fx.Plan(operators={"inner/einsum": "int8"})
-    found = qsync_fx.explain(net, x, options={"plan": plan})
-    assert [each[:2] for each in adjustable(found)] == [("inner/einsum", "int8")]
-    (site,) = found.graphs[0].costing.flow.sites
+    explanation = qsync_fx.explain(net, x, options={"plan": plan})
+    assert [each[:2] for each in adjustable(explanation)] == [("inner/einsum", "int8")]
+    (site,) = explanation.graphs[0].costing.flow.sites
     roles = {PATH.get(operand.node): operand.role for operand in site.operands}
     assert roles["inner.w"] == "weight" and set(roles.values()) == {"weight", "tensors.1"}
-    (operator,) = found.operators
+    (operator,) = explanation.operators
     cost = operator.note.cost
     assert cost is not None
-    # One byte a value of both operands, a product each; the gradient of the weight is one of a
-    # parameter.
+    # Both operands are saved with one byte per value; forward and gradients are a product each.
     assert (
         cost.forward.flops
         == cost.weight_gradient.flops
@@ -150,7 +149,7 @@ def test_plans_reports_and_costs_know_the_weight() -> None:
 @tiers.ALL
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_products_with_parameters_are_int8() -> None:
-    """Llama 4 has experts by `bmm`, XLNet layers by `einsum`, GPT-2 by `addmm`."""
+    """Llama 4 computes experts with `bmm`, XLNet layers with `einsum`, GPT-2 with `addmm`."""
     import transformers
 
     sizes = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -174,12 +173,14 @@ def test_transformers_products_with_parameters_are_int8() -> None:
         ),
     }
     for name, model in models.items():
-        found = qsync_fx.explain(model, torch.randint(0, 64, (2, 9)), options={"precision": "int8"})
-        ours = [op for op in found.operators if name in str(op.id)]
+        explanation = qsync_fx.explain(
+            model, torch.randint(0, 64, (2, 9)), options={"precision": "int8"}
+        )
+        ours = [op for op in explanation.operators if name in str(op.id)]
         with_weight = [op for op in ours if op.row.scaled]
         assert with_weight and {str(op.precision) for op in with_weight} == {"int8"}, name
         for op in ours:
-            # XLNet computes its keys of positions from a parameter alone.
+            # XLNet computes its position keys from a parameter alone.
             others = (
                 "a product of two activations",
                 "a product with a buffer, or with what the model computes",

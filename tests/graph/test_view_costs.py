@@ -1,4 +1,4 @@
-"""What an operator costs: bytes are those that torch moves, so none for a view."""
+"""Bytes in the cost of an operator: the bytes that torch moves, and zero for a view."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qsync_fx.graph.fx_utils import tensors
 
 
 class Shapes(nn.Module):
-    """Shapes changed by views, by copies, and by operators that do one or the other."""
+    """Shape changes by views, by copies, and by operators that do either."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Shapes(nn.Module):
         y = self.first(x)
         heads = y.view(2, 4, 2, 8).transpose(1, 2)
         joined = heads.reshape(2, 2, 32) + 1
-        turned = y.transpose(1, 2).contiguous()
+        transposed = y.transpose(1, 2).contiguous()
         flat = y.contiguous().flatten(1).expand(2, 64).float()
         left, right = y.chunk(2, -1)
         first, *_ = y.unbind(0)
@@ -32,7 +32,7 @@ class Shapes(nn.Module):
         cut = torch.cat([left, right], -1).narrow(1, 0, 2).clone()
         return (
             self.last(joined.reshape(2, 4, 16)),
-            turned * 2,
+            transposed * 2,
             flat * 2,
             left * right,
             first * 2,
@@ -42,9 +42,7 @@ class Shapes(nn.Module):
 
 
 class Moves(fx.Interpreter):
-    """Runs a graph on real tensors and notes, by operator, whether it gives back memory of its
-    operands as it is.
-    """
+    """Interpreter that records whether each operator returns unmodified memory of its operands."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -61,9 +59,9 @@ class Moves(fx.Interpreter):
                 for t, was in zip(operands, before, strict=True)
             )
             memory = {t.untyped_storage().data_ptr() for t in operands}
-            given = [t.untyped_storage().data_ptr() for t in tensors(result)]
+            pointers = [t.untyped_storage().data_ptr() for t in tensors(result)]
             self.views[str(node_metadata.NOTE[n].id)] = untouched and all(
-                pointer in memory for pointer in given
+                pointer in memory for pointer in pointers
             )
         return result
 
@@ -93,7 +91,7 @@ def test_an_operator_that_gives_back_its_operands_memory_moves_no_bytes(precisio
     assert costs["/reshape@first"].forward.bytes == 2 * 128 * (4 if precision == "fp32" else 2), (
         "this one must copy"
     )
-    # bf16 to fp32 where there is something to convert.
+    # Only a narrow format needs a cast to fp32.
     assert (costs["/to@first"].bytes == 0) == (precision == "fp32")
 
 

@@ -1,9 +1,8 @@
-"""Outputs that share memory share it in every format: what a user writes to one shows in the
-others, and in their gradients.
+"""Outputs that share memory: in every format a write to one output shows in the others, and in
+their gradients.
 
-Invariant: values are small whole numbers, exact in BF16 as in FP32, so that all is equal to what
-    torch.compile itself does ("aot_eager"), to the last bit, and where that raises the backend
-    raises too.
+Invariant: values are small integers, exact in BF16 as in FP32. Results equal torch.compile's
+    ("aot_eager") to the last bit, and if it raises the backend raises too.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ Model = Callable[[Tensor], tuple[Tensor, ...]]
 
 def _written_between(x: Tensor) -> tuple[Tensor, ...]:
     y = product(x)
-    row, turned = y[0], y.t()
+    row, transposed = y[0], y.t()
     y.add_(1)
-    return row, turned, product(y)
+    return row, transposed, product(y)
 
 
 def _view_written(x: Tensor) -> tuple[Tensor, ...]:
@@ -46,15 +45,15 @@ def _view_without_gradients(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _of(*views: Callable[[Tensor], Any]) -> Model:
-    """A model that returns views of one product."""
+    """Return a model whose outputs are views of one product."""
 
     def model(x: Tensor) -> tuple[Tensor, ...]:
         y = product(x)
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         for view in views:
             made = view(y)
-            found += made if isinstance(made, (tuple, list)) else [made]
-        return tuple(found)
+            outputs += made if isinstance(made, (tuple, list)) else [made]
+        return tuple(outputs)
 
     return model
 
@@ -93,10 +92,10 @@ MODELS: dict[str, Model] = {
 
 
 def outcome(call: Any, x: Tensor, at: int, recorded: bool) -> list[Any]:
-    """All that can be told of a call after output `at` has been written to."""
+    """Return all observable effects of a call after a write to output `at`."""
     leaf = x.detach().clone().requires_grad_(x.requires_grad)
-    given = leaf * 1
-    outputs = call(given)
+    value = leaf * 1
+    outputs = call(value)
     try:
         with torch.set_grad_enabled(recorded):
             outputs[at].mul_(2)
@@ -105,7 +104,7 @@ def outcome(call: Any, x: Tensor, at: int, recorded: bool) -> list[Any]:
     except RuntimeError as error:
         return [str(error).partition(".")[0]]
     facts = [(t.dtype, t.stride(), t.requires_grad, t.tolist()) for t in outputs]
-    return [*facts, given.tolist(), None if leaf.grad is None else leaf.grad.tolist()]
+    return [*facts, value.tolist(), None if leaf.grad is None else leaf.grad.tolist()]
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["", "gradients"])
@@ -114,10 +113,10 @@ def test_a_write_to_an_output_shows_where_it_shows_in_torch(name: str, gradients
     model, x = MODELS[name], whole(4, 4).requires_grad_(gradients)
     torch._dynamo.reset()
     theirs, ours = torch.compile(model, backend="aot_eager"), compiled(model, precision="bf16")
-    for at in range(len(model(x))):
+    for index in range(len(model(x))):
         for recorded in (True, False) if gradients else (False,):
-            assert outcome(ours, x, at, recorded) == outcome(theirs, x, at, recorded), (
-                f"output {at} written"
+            assert outcome(ours, x, index, recorded) == outcome(theirs, x, index, recorded), (
+                f"output {index} written"
             )
 
 
@@ -147,20 +146,20 @@ def test_views_outlive_a_graph_break() -> None:
         return y * 1, row * 1
 
     x = whole(4, 4)
-    for found, wanted in zip(compiled(model, precision="bf16")(x), model(x), strict=True):
-        assert torch.equal(found, wanted)
+    for actual, wanted in zip(compiled(model, precision="bf16")(x), model(x), strict=True):
+        assert torch.equal(actual, wanted)
 
 
 def test_stale_view_of_a_cast_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bits are read through a cast, and written to afterwards: no pass makes that right, so the
-    verifier has to find it.
+    """Bits are read through a cast, whose source is written afterwards. No pass corrects this, so
+    the verifier must detect it.
     """
 
     def model(x: Tensor) -> Tensor:
         y = product(x)
-        seen = y.view(torch.int32)
+        bits = y.view(torch.int32)
         y.add_(1)
-        return seen * 1
+        return bits * 1
 
     with pytest.raises(PassError, match="no reader of a cast gets a stale value"):
         compiled(model, precision="bf16")(whole(4, 4))

@@ -1,5 +1,5 @@
-"""Products of an activation and a parameter, however a model writes them: outputs and gradients are
-those of a layer in each format.
+"""Products of an activation and a parameter, in many spellings: outputs and gradients equal those
+of a layer in each format.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.support.computing.weight_products import SEED, adjustable
 
 @dataclass(frozen=True)
 class Case:
-    """A product of an activation `x` and a parameter `w`, plus a bias where there is one.
+    """Product of an activation `x` and a parameter `w`, with an optional bias.
 
     Attributes:
-        product: without its bias.
-        summed: the dimensions of x and of w that are summed over.
-        stacked: the dimensions of x, w and the result whose indices are products of their own.
-        call: with its bias, where it has one.
+        product: the product without the bias.
+        summed: the contracted dimensions of x and of w.
+        stacked: the batch dimensions of x, w and the result.
+        call: the product with the bias, if any.
     """
 
     product: Callable[..., Tensor]
@@ -133,12 +133,12 @@ def activation(case: Case) -> Tensor:
 
 
 def others(dims: int, without: Sequence[int]) -> list[int]:
-    return [at for at in range(dims) if at not in without]
+    return [dim for dim in range(dims) if dim not in without]
 
 
 def ones(shape: Sequence[int], summed: Sequence[int]) -> Tensor:
     return torch.ones(
-        [1 if at in summed else size for at, size in enumerate(shape)], dtype=torch.float64
+        [1 if dim in summed else size for dim, size in enumerate(shape)], dtype=torch.float64
     )
 
 
@@ -160,9 +160,9 @@ def test_a_product_with_a_parameter_is_that_of_a_layer(name: str, fmt: str, scal
     case, row = CASES[name], FORMATS[fmt]
     torch.manual_seed(len(name))
     net, x = Net(case), activation(case)
-    if (fmt, scaling) == ("int8", "tensor"):  # the numbers tell the others from BF16
-        found = qsync_fx.explain(net, x, options={"precision": fmt})
-        assert [each[1:] for each in adjustable(found)] == [(fmt, f"plan: uniform {fmt}")]
+    if (fmt, scaling) == ("int8", "tensor"):  # other cases differ from BF16 in their numbers
+        explanation = qsync_fx.explain(net, x, options={"precision": fmt})
+        assert [each[1:] for each in adjustable(explanation)] == [(fmt, f"plan: uniform {fmt}")]
     options = {
         "precision": fmt,
         "scaling": scaling,
@@ -189,7 +189,7 @@ def test_a_product_with_a_parameter_is_that_of_a_layer(name: str, fmt: str, scal
     Product.of(case.product, xq * x_scale, wq * w_scale, bias).assert_met(y, wide)
 
     def rounded(fold: Tensor | None) -> Tensor:
-        """The incoming gradient, times a scale that varies along what a product sums over."""
+        """Round the incoming gradient, times a scale that varies along contracted dimensions."""
         value = g if fold is None else g * fold.float()
         gradient = row.gradient
         if not gradient.scaled:
@@ -223,9 +223,9 @@ def test_bf16_product_equals_torch(name: str) -> None:
         net, backend="qsync", options={"precision": "bf16", "inner_backend": "aot_eager"}
     )(x)
     g = torch.randn_like(y)
-    found = [y, *torch.autograd.grad(y, [x, *net.parameters()], g)]
+    actual = [y, *torch.autograd.grad(y, [x, *net.parameters()], g)]
     inputs = [t.detach().bfloat16().requires_grad_() for t in (x, *net.parameters())]
     expected = (case.call or case.product)(*inputs)
     gradients = torch.autograd.grad(expected, inputs, g.bfloat16())
-    for one, other in zip(found, [expected, *gradients], strict=True):
-        torch.testing.assert_close(one, other.float(), rtol=0, atol=0)
+    for result, other in zip(actual, [expected, *gradients], strict=True):
+        torch.testing.assert_close(result, other.float(), rtol=0, atol=0)

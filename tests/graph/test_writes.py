@@ -1,8 +1,8 @@
-"""Models that write in place, share memory and switch gradients off, in narrow formats.
+"""Models that write in place, share memory and disable gradients, in narrow formats.
 
-Invariant: every value here is a small whole number, exact in BF16 as in FP32. So whatever a program
-    writes, reads and differentiates is equal to the last bit in both, and a cast that holds a stale
-    value, hides a write or loses a gradient shows at once.
+Invariant: all values are small integers, exact in BF16 as in FP32. Writes, reads and gradients
+    therefore equal FP32 to the last bit. A cast with a stale value, a hidden write or a
+    lost gradient changes a result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support import tiers
 from tests.support.models.small_models import compiled
 
 PERMUTED = torch.eye(4)[[2, 0, 3, 1]]
-"""A weight whose products are whole numbers again."""
+"""A weight that maps integers to integers."""
 
 
 def product(x: Tensor) -> Tensor:
@@ -38,20 +38,18 @@ def whole(*shape: int) -> Tensor:
 
 
 def assert_as_eager(model: Callable[..., Any], *inputs: Tensor, precision: str = "bf16") -> None:
-    """Asserts that outputs, inputs that are written to and gradients equal those of the model
-    itself.
-    """
+    """Assert that outputs, written inputs and gradients equal the eager model's."""
     results = []
     for call in (model, compiled(model, precision=precision)):
-        given = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
-        found = call(*given)
-        outputs = list(found) if isinstance(found, tuple) else [found]
+        arguments = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+        actual = call(*arguments)
+        outputs = list(actual) if isinstance(actual, tuple) else [actual]
         if any(t.requires_grad for t in outputs):
             sum(t.float().sum() for t in outputs if t.requires_grad).backward()
-        results.append((outputs, given))
-    (wanted, theirs), (found, ours) = results
-    assert [t.requires_grad for t in found] == [t.requires_grad for t in wanted]
-    for mine, other in zip([*found, *ours], [*wanted, *theirs], strict=True):
+        results.append((outputs, arguments))
+    (wanted, theirs), (actual, ours) = results
+    assert [t.requires_grad for t in actual] == [t.requires_grad for t in wanted]
+    for mine, other in zip([*actual, *ours], [*wanted, *theirs], strict=True):
         assert mine.dtype is other.dtype
         assert torch.equal(mine, other)
     for mine, other in zip(ours, theirs, strict=True):
@@ -78,7 +76,7 @@ def _(x: Tensor, y: Tensor) -> Tensor:
 
 class TestWrites:
     def test_to_a_copy_by_conversion(self) -> None:
-        """`y` is BF16 already, so that the conversion no longer copies."""
+        """`y` is BF16 already, so the conversion does not copy."""
 
         def model(x: Tensor) -> Any:
             y = product(x)
@@ -141,7 +139,7 @@ class TestWrites:
             y = checkpoint(body, x, use_reentrant=False)
             return first + y + product(buffer)
 
-        # Without a backward pass, in which torch itself writes once more where nothing is compiled.
+        # No backward pass: in eager mode torch recomputes the checkpoint there and writes again.
         assert_as_eager(model, whole(4, 4), whole(4, 4))
 
 
@@ -159,8 +157,8 @@ class TestGradients:
         assert_as_eager(model, whole(4, 4).requires_grad_())
 
     def test_none_flow_around_a_conversion_without(self) -> None:
-        """The quantized product goes back to the original of its operand, but not to one that
-        gradients do not reach.
+        """A quantized product reads its operand before the conversion, but not if gradients do not
+        reach it there.
         """
 
         def model(x: Tensor, weight: Tensor) -> Tensor:
@@ -198,7 +196,7 @@ class Spectral(nn.Module):
 @tiers.ALL
 @pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
 def test_spectral_norm_trains(norm: Callable[[nn.Module], nn.Module]) -> None:
-    """It writes vectors in place without gradients, and reads what it has written with them."""
+    """Spectral norm writes vectors in place under no_grad, and then reads them with gradients."""
 
     def trained(precision: str | None, autocast: bool = False) -> Tensor:
         torch.manual_seed(0)
@@ -217,7 +215,7 @@ def test_spectral_norm_trains(norm: Callable[[nn.Module], nn.Module]) -> None:
     wanted = trained(None)
     bound = float((trained(None, autocast=True) - wanted).norm())
     assert torch.equal(trained("fp32"), wanted)
-    # The product of matrix and vector is in BF16, too, which autocast leaves in FP32 on CPUs.
+    # The matrix-vector product is in BF16, too. CPU autocast computes it in FP32.
     # Measured: 4 and 10 times.
     assert float((trained("bf16") - wanted).norm()) < 10 * bound
     assert float((trained("int8") - wanted).norm()) < 30 * bound

@@ -1,5 +1,5 @@
-"""What the operator table lets compute in narrow floats gives the results of FP32 there, but for
-rounding.
+"""Operators that the table allows in narrow floats: their results equal FP32 results up
+to rounding.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def is_fp32(value: Any) -> bool:
 def converted(
     call: Call, row: OperatorRow, convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> Call:
-    """Converts what the passes would convert: the operands of an adjustable operator, every input
-    of a dependent one.
+    """Return the call with converted inputs, as passes convert them: operands of an adjustable
+    operator, all inputs of a dependent operator.
     """
 
     def fresh(value: Any) -> Any:
@@ -38,22 +38,20 @@ def converted(
         return convert(value) if is_fp32(value) else fresh(value)
 
     everything = row.kind is Kind.DEPENDENT
-    given = tuple(filled(call.target, call.args, call.kwargs).values())
-    at = range(len(call.args)) if everything else row.converted(given)
-    args = tuple(tree_map(chosen if i in at else fresh, v) for i, v in enumerate(call.args))
+    values = tuple(filled(call.target, call.args, call.kwargs).values())
+    positions = range(len(call.args)) if everything else row.converted(values)
+    args = tuple(tree_map(chosen if i in positions else fresh, v) for i, v in enumerate(call.args))
     return Call(call.target, args, tree_map(chosen if everything else fresh, call.kwargs))
 
 
 def forward_and_backward(
     call: Call, row: OperatorRow
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Returns the outputs of floating point, and the gradients of the tensors that passes
-    convert.
-    """
+    """Return the floating-point outputs, and the gradients of tensors that passes convert."""
     torch.manual_seed(0)
     mutable = call.target._schema.is_mutable
-    given = tuple(filled(call.target, call.args, call.kwargs).values())
-    positions = row.converted(given) if row.kind is Kind.ADJUSTABLE else range(len(call.args))
+    values = tuple(filled(call.target, call.args, call.kwargs).values())
+    positions = row.converted(values) if row.kind is Kind.ADJUSTABLE else range(len(call.args))
     inputs = [
         v
         for i in positions
@@ -65,15 +63,15 @@ def forward_and_backward(
         for value in inputs:
             value.requires_grad_()
     with torch.enable_grad():
-        found = call.target(*call.args, **call.kwargs)
-    outputs = [v for v in tree_leaves(found) if _differentiable(v)]
+        result = call.target(*call.args, **call.kwargs)
+    outputs = [v for v in tree_leaves(result) if _differentiable(v)]
     carrying = [v for v in outputs if v.requires_grad]
     if row.kind is Kind.ADJUSTABLE:
-        del carrying[1:]  # The statistics of a norm, which nobody differentiates.
+        del carrying[1:]  # Statistics of a norm, which are not differentiated.
     if not carrying or mutable:
         return outputs, []
-    # Varied, since of equal ones a softmax or a norm passes nothing on; positive, so that few sums
-    # cancel; of 3 bits, so that every type holds them.
+    # Different values, since softmax and norms have zero gradients for equal ones; positive, so
+    # that few sums cancel; 3 bits, exact in every dtype.
     seeds = [torch.randint(4, 8, v.shape).to(v.dtype) / 8 for v in carrying]
     return outputs, list(torch.autograd.grad(carrying, inputs, seeds, allow_unused=True))
 
@@ -85,7 +83,7 @@ def _differentiable(value: Any) -> bool:
 def steps_apart(
     first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, least: float
 ) -> float:
-    """Returns the largest difference of finite values, in steps of the type at the largest value
+    """Return the largest difference of finite values, in steps of the dtype at the largest value
     (or at `least`).
     """
     first, second = first.detach().float(), second.detach().float()
@@ -98,12 +96,12 @@ def steps_apart(
     return float((first - second)[finite].abs().max()) / largest / torch.finfo(dtype).eps
 
 
-# Said by autograd of what has no derivative, and of arguments that are random numbers rather than
-# data.
+# Autograd's messages for operators without a derivative, and for arguments that are random numbers
+# rather than data.
 NO_BACKWARD = ("derivative for", "not differentiable")
-# Steps at the largest value, of outputs and gradients. The gradients of a quotient are products of
-# several rounded values, those of attention of three; the CPU adds up a product of two vectors in
-# their own type.
+# Limits in steps at the largest value, for outputs and gradients. Gradients of a quotient are
+# products of several rounded values, gradients of attention products of three. The CPU accumulates
+# a product of two vectors in their dtype.
 STEPS = 3.0
 LOOSE = {
     "aten::addcdiv": 8.0,
@@ -114,17 +112,16 @@ LOOSE = {
     "aten::scaled_dot_product_attention": 4.0,
     "aten::true_divide": 4.0,
 }
-# What a softmax passes on is a difference of incoming gradients, near nothing where it is
-# saturated. Its outputs and the incoming gradients are near 1, and that is what its errors are held
-# against.
+# The gradient of a softmax is a difference of incoming gradients, near zero if it is saturated.
+# Errors are relative to 1, the magnitude of its outputs and incoming gradients.
 NEAR_ONE = frozenset({"aten::softmax", "aten::_softmax", "aten::_safe_softmax"})
 
 
 @tiers.ALL
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_operators_support_narrow_floats(dtype: torch.dtype) -> None:
-    """Every adjustable and dependent operator, on torch's samples, gives the FP32 result of its
-    rounded inputs, but for rounding.
+    """On torch's samples, every adjustable and dependent operator returns the FP32 result of its
+    rounded inputs, up to rounding.
     """
     wrong: set[str] = set()
     kinds: dict[Kind, set[str]] = {kind: set() for kind in Kind}
@@ -136,14 +133,17 @@ def test_operators_support_narrow_floats(dtype: torch.dtype) -> None:
         narrow = converted(call, row, lambda v: v.to(dtype))
         exact = converted(call, row, lambda v: v.to(dtype).float())
         try:
-            found = forward_and_backward(narrow, row)
+            actual = forward_and_backward(narrow, row)
         except RuntimeError as error:
             if not any(text in str(error) for text in NO_BACKWARD):
                 wrong.add(f"{call.target}: {error}")
             continue
         expected = forward_and_backward(exact, row)
         kinds[row.kind].add(name)
-        pairs = [*zip(found[0], expected[0], strict=True), *zip(found[1], expected[1], strict=True)]
+        pairs = [
+            *zip(actual[0], expected[0], strict=True),
+            *zip(actual[1], expected[1], strict=True),
+        ]
         worst = max(
             (
                 steps_apart(a, b, dtype, float(name in NEAR_ONE))

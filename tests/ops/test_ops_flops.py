@@ -1,4 +1,4 @@
-"""The operation counts of the table against those of torch, on random and on symbolic shapes."""
+"""FLOP counts of the operator table, compared with torch's, on random and symbolic shapes."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def convolutions(draw: st.DrawFn) -> Call:
 @st.composite
 def products(draw: st.DrawFn) -> Call:
     b, n, k, m = (draw(sizes) for _ in range(4))
-    # Where the result is one number, or what is summed is of size 1, `inner` and `tensordot`
-    # multiply value by value, which torch does not count.
+    # If the result is one number, or the summed dimension has size 1, `inner` and `tensordot`
+    # multiply elementwise, which torch does not count.
     p, q, r = (draw(st.integers(2, 5)) for _ in range(3))
     return draw(
         st.sampled_from(
@@ -109,8 +109,8 @@ def contractions(draw: st.DrawFn) -> Call:
 
 
 def counted(call: Call) -> int:
-    # Of attention, torch counts the products of the plain kernel, and nothing of the fused one of
-    # the CPU.
+    # For attention, torch counts the products of the math kernel, but none of the CPU's fused
+    # kernel.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         call.target(*call.args, **call.kwargs)
     return counter.get_total_flops()
@@ -150,7 +150,7 @@ def test_operations_that_torch_does_not_count(b: int, n: int, k: int, m: int) ->
     assert (
         flops(aten._grouped_mm.default, t(n + b, 16), t(2, 16, 32), ends) == 2 * (n + b) * 16 * 32
     )
-    # The cheapest order is torch's own business; from left to right is never less.
+    # torch chooses the order with the fewest operations; left to right is an upper bound.
     chain = [t(b, n), t(n, k), t(k, m)]
     assert flops(aten.linalg_multi_dot.default, chain) == 2 * b * n * k + 2 * b * k * m
 
@@ -161,7 +161,7 @@ def test_no_operations_without_values() -> None:
 
 
 def symbolic(call: Call) -> tuple[Call, ShapeEnv]:
-    """Returns the call with every size of at least 2 symbolic."""
+    """Return the call with every size of at least 2 symbolic."""
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment)
 
@@ -175,15 +175,13 @@ def symbolic(call: Call) -> tuple[Call, ShapeEnv]:
 @settings(max_examples=chosen([5], [15])[0])
 @given(st.one_of(products(), convolutions(), attentions(), contractions()))
 def test_operations_of_symbolic_shapes(call: Call) -> None:
-    """The count is an expression of the sizes that has the right value, and counting adds
-    no guard.
-    """
+    """The count is an expression of the sizes with the right value, and counting adds no guard."""
     row = row_for(call.target)
     assert row is not None
     assert row.flops is not None
     made, environment = symbolic(call)
     output = made.target(*made.args, **made.kwargs)
     guards = list(environment.guards)
-    found = row.flops(made.args, output)
+    flops = row.flops(made.args, output)
     assert environment.guards == guards
-    assert int(found) == stated(call)
+    assert int(flops) == stated(call)

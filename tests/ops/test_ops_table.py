@@ -1,4 +1,4 @@
-"""The operator table against torch: schemas, samples, and the operators that models are made of."""
+"""The operator table, compared with torch's schemas, torch's samples, and operators of models."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ ROWS = table()
 
 
 def packet(target: str) -> torch._ops.OpOverloadPacket:
-    """Returns the operator of a target, or its in-place twin where it has no other."""
+    """Return the operator of a target, or its in-place variant if it has no other."""
     name = target.removeprefix("aten::").partition(".")[0]
     return getattr(aten, name) if hasattr(aten, name) else getattr(aten, f"{name}_")
 
 
 def overloads(target: str) -> list[torch._ops.OpOverload]:
-    """Returns the overloads that a target stands for and that passes leave to its row's kind."""
-    found = packet(target)
-    chosen = [target.partition(".")[2]] if "." in target else found.overloads()
+    """Return the overloads of a target that have its row."""
+    operator = packet(target)
+    chosen = [target.partition(".")[2]] if "." in target else operator.overloads()
     return [
-        getattr(found, name) for name in chosen if row_for(getattr(found, name)) is ROWS[target]
+        getattr(operator, name)
+        for name in chosen
+        if row_for(getattr(operator, name)) is ROWS[target]
     ]
 
 
 OURS = sorted(target for target in ROWS if target.startswith("aten::"))
 ADJUSTABLE = [target for target in OURS if ROWS[target].kind is Kind.ADJUSTABLE]
-# Some operators are gone in torch 2.14, some are new in it.
+# torch 2.14 removed some operators and added others.
 NOT_IN_EVERY_TORCH = (
     {"aten::linalg_matrix_sqrth", "aten::linalg_polar"},
     {"aten::cholesky", "aten::qr"},
@@ -105,9 +107,8 @@ def test_in_place_overload_and_out_variants() -> None:
     assert row_for(len) is None
 
 
-# What PyTorch's own samples reach and the table leaves out: parts of backward passes and one kernel
-# of attention, which are called by hand there, and a loss that torch keeps private. All of it runs
-# in FP32.
+# Operators of PyTorch's samples that the table omits: parts of backward passes and one attention
+# kernel, which the samples call directly, and a private loss of torch. All run in FP32.
 UNKNOWN = frozenset(
     {
         "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -127,7 +128,7 @@ def test_operators_of_opinfo_have_a_row() -> None:
 
 
 class Block(nn.Module):
-    """A residual block, then a patch embedding, as vision models are made of them."""
+    """Residual block and patch embedding, as in vision models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,9 +153,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder layer with an embedding, rotary angles and an RMS norm, as language models are made
-    of them.
-    """
+    """Decoder layer with an embedding, rotary angles and an RMS norm, as in language models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +165,7 @@ class Decoder(nn.Module):
         rows = self.embedding(tokens)
         angles = torch.outer(torch.arange(tokens.shape[1]).float(), torch.arange(8).float())
         first, second = rows.chunk(2, dim=-1)
-        turned = torch.cat(
+        rotated = torch.cat(
             [
                 first * angles.cos() - second * angles.sin(),
                 first * angles.sin() + second * angles.cos(),
@@ -174,7 +173,7 @@ class Decoder(nn.Module):
             -1,
         )
         mask = torch.full((tokens.shape[1], tokens.shape[1]), -torch.inf).triu(1)
-        rows = self.norm(self.layer(turned, rows, tgt_mask=mask))
+        rows = self.norm(self.layer(rotated, rows, tgt_mask=mask))
         logits = rows @ self.embedding.weight.t()
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + rows.pow(2).mean().sqrt()
 

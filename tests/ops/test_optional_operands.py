@@ -1,7 +1,7 @@
-"""Every optional operand of every operator in the table: given, None, left out, and by name.
+"""Every optional operand of every operator in the table: passed, None, omitted, and as a keyword.
 
-Dynamo and make_fx leave trailing defaults out, so that a node has fewer arguments than its schema;
-a custom pass may write them by name.
+Dynamo and make_fx omit trailing defaults, so that a node has fewer arguments than its schema. A
+custom pass may write them as keywords.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def optional(target: torch._ops.OpOverload) -> list[str]:
-    """Returns the names of the tensors that an operator does without."""
+    """Return the names of an operator's optional tensors."""
     return [a.name for a in target._schema.arguments if str(a.type) == "Optional[Tensor]"]
 
 
@@ -48,7 +48,7 @@ CONVERTED = [name for name in FAMILIES if row_for(TARGETS[name]).kind is not Kin
 
 
 def more_samples() -> Iterator[Call]:
-    """What PyTorch's own samples reach in another spelling, or on other devices only."""
+    """Yield calls that PyTorch's own samples have only in another form, or on other devices."""
     ones, x, image = torch.ones, torch.randn(4, 6), torch.randn(2, 4, 5, 5)
     weight, per_channel = torch.randn(4, 4, 3, 3), [torch.rand(4) + 0.5 for _ in range(4)]
     window = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
@@ -76,7 +76,7 @@ def more_samples() -> Iterator[Call]:
         aten._native_batch_norm_legit.no_stats, (image, *per_channel[:2], True, 0.1, 1e-5), {}
     )
     yield Call(aten._fused_rms_norm.default, (x, [6], ones(6), 1e-5), {})
-    # Fake tensors take it in BF16 alone.
+    # Fake tensors support it only in BF16.
     tokens, experts = torch.randn(12, 8).bfloat16(), torch.randn(2, 8, 16).bfloat16()
     yield Call(
         aten._grouped_mm.default, (tokens, experts, torch.tensor([4, 12], dtype=torch.int32)), {}
@@ -126,16 +126,16 @@ def more_samples() -> Iterator[Call]:
 @functools.cache
 def samples() -> dict[str, list[Call]]:
     torch.manual_seed(0)
-    found: dict[str, list[Call]] = {name: [] for name in TARGETS}
+    by_target: dict[str, list[Call]] = {name: [] for name in TARGETS}
     for call in (*more_samples(), *calls(3)):
-        if str(call.target) in found:
-            found[str(call.target)].append(call)
-    return found
+        if str(call.target) in by_target:
+            by_target[str(call.target)].append(call)
+    return by_target
 
 
 def spellings(call: Call) -> Iterator[Call]:
-    """Yields the call with each optional operand given, None, left out, and by name."""
-    given, schema = filled(call.target, call.args, call.kwargs), call.target._schema.arguments
+    """Yield the call with each optional operand passed, None, omitted, and as a keyword."""
+    operands, schema = filled(call.target, call.args, call.kwargs), call.target._schema.arguments
     only_by_name = [a.name for a in schema if a.kwarg_only]
 
     def spelled(
@@ -143,56 +143,52 @@ def spellings(call: Call) -> Iterator[Call]:
     ) -> Call:
         names = [a.name for a in schema]
         first = next(
-            (at for at, name in enumerate(names) if name in by_name | left_out), len(names)
+            (index for index, name in enumerate(names) if name in by_name | left_out), len(names)
         )
         args = tuple(values[name] for name in names[:first] if name not in only_by_name)
-        rest = [name for at, name in enumerate(names) if at >= first or name in only_by_name]
+        rest = [name for index, name in enumerate(names) if index >= first or name in only_by_name]
         return Call(
             call.target, args, {name: values[name] for name in rest if name not in left_out}
         )
 
-    yield spelled(given, set())
+    yield spelled(operands, set())
     for name in optional(call.target):
-        yield spelled(given, {name})
-        yield spelled({**given, name: None}, set())
+        yield spelled(operands, {name})
+        yield spelled({**operands, name: None}, set())
         if next(a for a in schema if a.name == name).has_default_value():
-            yield spelled(given, set(), frozenset({name}))
+            yield spelled(operands, set(), frozenset({name}))
     absent = {a.name for a in schema if a.name in optional(call.target) and a.has_default_value()}
-    yield spelled(given, set(), frozenset(absent))
+    yield spelled(operands, set(), frozenset(absent))
 
 
 def runs(call: Call) -> bool:
-    """Whether torch itself takes a call, on tensors and on fake ones, which compilation is
-    made of.
+    """Return whether torch accepts a call, with real tensors and with fake tensors, as in
+    compilation.
     """
     fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     try:
         for make in (torch.clone, fake.from_tensor):
-            # Copies, because statistics are written to.
+            # Copies, because some operators write to statistics.
             args, kwargs = pytree.tree_map_only(torch.Tensor, make, (call.args, call.kwargs))
             call.target(*args, **kwargs)
-    except Exception:  # noqa: BLE001 - torch says it in many ways
+    except Exception:  # noqa: BLE001 - torch raises errors of many types
         return False
     return True
 
 
 def best(name: str) -> list[Call]:
-    """Returns the spellings of the sample that has most of the optional operands, as far as torch
-    takes them.
-    """
+    """Return the forms that torch accepts of the sample with the most optional operands."""
 
     def present(call: Call) -> int:
-        given = filled(call.target, call.args, call.kwargs)
-        return sum(given[operand] is not None for operand in optional(call.target))
+        values = filled(call.target, call.args, call.kwargs)
+        return sum(values[operand] is not None for operand in optional(call.target))
 
     return [spelled for spelled in spellings(max(samples()[name], key=present)) if runs(spelled)]
 
 
 @dataclass(frozen=True)
 class Program:
-    """Calls as one graph without control flow, which Dynamo takes as it is, and the tensors that it
-    is a function of.
-    """
+    """Calls as one graph without control flow, and the tensors that are its inputs."""
 
     module: fx.GraphModule
     tensors: list[torch.Tensor]
@@ -200,10 +196,10 @@ class Program:
     @staticmethod
     def of(calls: list[Call], tensors: list[torch.Tensor]) -> Program:
         graph, results = fx.Graph(), []
-        inputs = {id(t): graph.placeholder(f"t{at}") for at, t in enumerate(tensors)}
+        inputs = {id(t): graph.placeholder(f"t{index}") for index, t in enumerate(tensors)}
 
         def value(leaf: Any) -> Any:
-            # Copies, because statistics are written to.
+            # Copies, because some operators write to statistics.
             return (
                 graph.call_method("clone", (inputs[id(leaf)],))
                 if isinstance(leaf, torch.Tensor)
@@ -217,9 +213,7 @@ class Program:
         return Program(fx.GraphModule({}, graph), tensors)
 
     def __call__(self, module: Callable[..., Any]) -> list[torch.Tensor | None]:
-        """Returns outputs and gradients; each tensor has one as far as torch has formulas
-        for them.
-        """
+        """Return the outputs, and the gradient of each tensor for which torch has a formula."""
         marked = [t.detach().clone().requires_grad_(t.requires_grad) for t in self.tensors]
         torch.manual_seed(1)
         outputs = [o for o in pytree.tree_leaves(module(*marked)) if isinstance(o, torch.Tensor)]
@@ -227,15 +221,15 @@ class Program:
         carrying = [o for o in outputs if o.requires_grad]
         learned = [t for t in marked if t.requires_grad]
         weights = [torch.randn_like(o) for o in carrying]
-        found = (
+        gradients = (
             torch.autograd.grad(carrying, learned, weights, allow_unused=True) if carrying else ()
         )
-        return [*(o.detach() for o in outputs), *found]
+        return [*(o.detach() for o in outputs), *gradients]
 
 
 def calls_of(names: Sequence[str]) -> list[Call]:
-    """The best spellings of each, on tensors that need gradients where torch has them."""
-    found = []
+    """Return the best forms of each operator, on tensors that require gradients if possible."""
+    result = []
     for name in names:
         spelled = best(name)
         assert len(spelled) > 1, f"torch takes no other spelling of {name}"
@@ -250,8 +244,8 @@ def calls_of(names: Sequence[str]) -> list[Call]:
                 break
             except RuntimeError:
                 continue
-        found += spelled
-    return found
+        result += spelled
+    return result
 
 
 def tensors_of(calls: list[Call]) -> list[torch.Tensor]:
@@ -260,12 +254,12 @@ def tensors_of(calls: list[Call]) -> list[torch.Tensor]:
 
 
 def difference(calls: list[Call], precision: str) -> str | None:
-    """Runs calls as one graph in a precision and under aot_eager, and returns what differs."""
-    whole = Program.of(calls, tensors_of(calls))
+    """Run calls as one graph in a precision and under aot_eager, and return the difference."""
+    program = Program.of(calls, tensors_of(calls))
 
     def compiled(**how: Any) -> list[torch.Tensor | None]:
         torch._dynamo.reset()
-        return whole(torch.compile(whole.module, dynamic=False, fullgraph=True, **how))
+        return program(torch.compile(program.module, dynamic=False, fullgraph=True, **how))
 
     exact = compiled(backend="aot_eager")
     ours = compiled(backend="qsync", options={"precision": precision, "inner_backend": "aot_eager"})
@@ -289,15 +283,15 @@ GROUPS = [
 def test_optional_operands(precision: str, names: list[str]) -> None:
     every = calls_of(names)
     with torch._dynamo.config.patch(**opinfo.CAPTURE):
-        found = difference(every, precision)
-        if found is not None:
+        mismatch = difference(every, precision)
+        if mismatch is not None:
             alone = {str(call): difference([call], precision) for call in every}
-            assert not found, {call: wrong for call, wrong in alone.items() if wrong}
+            assert not mismatch, {call: wrong for call, wrong in alone.items() if wrong}
 
 
 def by_name(graph: PrecisionGraph) -> None:
-    """Writes every argument of every operator by name, but the first, which is what values are
-    computed from.
+    """Write all arguments of all operators as keywords, except the first, from which values are
+    computed.
     """
     for operator in graph.operators():
         node = operator.node

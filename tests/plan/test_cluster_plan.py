@@ -1,5 +1,5 @@
-"""A plan for a cluster: each rank finds its part or is told why not, and what is saved is loaded,
-whoever wrote it.
+"""Plans for a cluster: each rank selects its part or gets an error, and a saved plan is loaded
+unchanged.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ names = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_si
 @st.composite
 def cluster_plans(draw: st.DrawFn) -> ClusterPlan:
     classes = draw(st.dictionaries(names, plans, min_size=1, max_size=3))
-    known = st.sampled_from(sorted(classes))
-    devices = draw(st.dictionaries(known, st.sampled_from(["Tesla T4", "a b", "é1"]), max_size=2))
+    class_name = st.sampled_from(sorted(classes))
+    devices = draw(
+        st.dictionaries(class_name, st.sampled_from(["Tesla T4", "a b", "é1"]), max_size=2)
+    )
     codec = st.builds(
         cluster_plan.two_levels,
         st.sampled_from(cluster_plan.CODECS),
@@ -39,9 +41,9 @@ def cluster_plans(draw: st.DrawFn) -> ClusterPlan:
     )
     codecs = draw(st.dictionaries(names, codec, max_size=3))
     notes = draw(st.dictionaries(texts, texts, max_size=2))
-    batches = draw(st.dictionaries(known, st.integers(1, 10**9 - 1)))
-    budgets = draw(st.dictionaries(known, st.floats(0, 1)))
-    ranks = draw(st.lists(known, max_size=4))
+    batches = draw(st.dictionaries(class_name, st.integers(1, 10**9 - 1)))
+    budgets = draw(st.dictionaries(class_name, st.floats(0, 1)))
+    ranks = draw(st.lists(class_name, max_size=4))
     return ClusterPlan(classes, devices, ranks, notes, codecs, batches, budgets)
 
 
@@ -75,15 +77,15 @@ def test_arbitrary_values_are_a_plan_or_an_error(value: Any) -> None:
     for field in ("classes", "devices", "ranks", "notes", "codecs"):
         body: dict[str, Any] = {"classes": {"a": {"default": "int8"}}, field: value}
         try:
-            said = str(
+            text = str(
                 ClusterPlan.from_json(
                     json.dumps({"format": "qsync-cluster-plan", "version": 1, **body})
                 )
             )
         except PlanError as error:
-            said = str(error)
-        assert said
-        assert len(said) < 2000
+            text = str(error)
+        assert text
+        assert len(text) < 2000
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_codecs_of_gradients_are_part_of_a_plan(tmp_path: Path) -> None:
     assert ClusterPlan.load(tmp_path / "plan.json").codecs == plan.codecs
     old = ClusterPlan.from_json(HEAD + ', "classes": {"t4": {"default": "int8"}}}')
     assert not old.codecs
-    for codecs, what, where in (
+    for codecs, message, where in (
         ({"a": "qsgd5"}, "'qsgd5' is not a gradient codec", "codecs.a"),
         ({"a": 8}, "the number 8 is not a gradient codec", "codecs.a"),
         ({"a": "qsgd4/1bit"}, "'1bit' is not a gradient codec inside nodes", "codecs.a"),
@@ -145,7 +147,7 @@ def test_codecs_of_gradients_are_part_of_a_plan(tmp_path: Path) -> None:
         (["qsgd8"], "codecs must be a mapping, not a list", "codecs"),
         ({"": "qsgd8"}, "a parameter name must be a printable string", "codecs"),
     ):
-        with pytest.raises(PlanError, match=what) as caught:
+        with pytest.raises(PlanError, match=message) as caught:
             ClusterPlan(PLAN.classes, codecs=codecs)  # type: ignore[arg-type]
         assert (caught.value.where or "").startswith(where)
         assert caught.value.do
@@ -170,8 +172,8 @@ def test_batches_and_memory_budgets_are_part_of_a_plan() -> None:
         ({"memory_budgets": {"t4": float("nan")}}, "must be a number in", "memory_budgets.t4"),
         ({"memory_budgets": 1}, "must be a mapping, not the number 1", "memory_budgets"),
     ]
-    for field, what, where in fields:
-        with pytest.raises(PlanError, match=what) as caught:
+    for field, message, where in fields:
+        with pytest.raises(PlanError, match=message) as caught:
             ClusterPlan(PLAN.classes, **field)  # type: ignore[arg-type]
         assert caught.value.where == where
         assert caught.value.do
@@ -301,9 +303,9 @@ def test_text_names_ranks_and_classes() -> None:
 
 
 def test_notes_of_several_lines_are_printed_as_they_are() -> None:
-    told = str(
+    text = str(
         ClusterPlan({"t4": T4}, notes={"answer": "30 ms a step\nvariance 2", "from": "a\x1b[2J"})
     )
-    assert "note 'answer'\n  30 ms a step\n  variance 2" in told
-    assert "\x1b" not in told
+    assert "note 'answer'\n  30 ms a step\n  variance 2" in text
+    assert "\x1b" not in text
     assert "\x1b" not in str(ClusterPlan({"t4": T4}, notes={"answer": "a\nb\x1b[2J"}))

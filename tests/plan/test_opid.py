@@ -1,4 +1,4 @@
-"""Operator ids: one text an operator."""
+"""Operator ids: their text form, which is unique per operator."""
 
 from __future__ import annotations
 

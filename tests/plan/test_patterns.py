@@ -1,4 +1,4 @@
-"""Patterns of operator ids, against a plain reference matcher."""
+"""Patterns of operator ids, compared with a plain reference matcher."""
 
 from __future__ import annotations
 
@@ -176,9 +176,9 @@ def test_pattern_of_another_type(pattern: object) -> None:
         OpId("a", "b").matches(pattern)  # type: ignore[arg-type]
 
 
-# The reference takes patterns as data and names as they are, and tries everything; texts and their
-# escapes are for the code under test. A glob is a list of "*", "?", ("!", characters) for none of
-# them, or the characters that may stand there.
+# The reference matches structured patterns with unescaped names by exhaustive search. Only the code
+# under test uses texts and their escapes. A glob is a list of "*", "?", ("!", characters) for any
+# other character, or a string of accepted characters.
 Glob = list[str | tuple[str, str]]
 
 
@@ -196,7 +196,7 @@ def glob(pattern: Glob, text: str) -> bool:
 
 
 def path(pattern: list[Glob | None], segments: list[str]) -> bool:
-    """None in the pattern is "**"."""
+    """Return whether a pattern matches all segments. None in the pattern is "**"."""
     if not pattern:
         return not segments
     if pattern[0] is None:
@@ -209,8 +209,8 @@ def split(path: str) -> list[str]:
 
 
 def reference(globs: list[Glob | None], operator: Glob | None, op_id: OpId) -> bool:
-    """The rules of `OpId.matches` for patterns without # and @; without an operator the pattern
-    selects modules.
+    """Return the result of `OpId.matches` for a pattern without # and @. Without an operator the
+    pattern selects modules.
     """
     segments = split(op_id.module)
     if operator is None:
@@ -237,8 +237,8 @@ def written_path(globs: list[Glob | None]) -> str:
     return ".".join("**" if segment is None else written(segment) for segment in globs)
 
 
-# Every character that needs an escape or means something in a class is there, beside a few that
-# names share.
+# Every character that needs an escape or has a meaning in a class, and a few that names have in
+# common.
 letters = st.sampled_from("ab") | st.sampled_from("ab01-^!%[]{}?/#@,\n\ud800é\u2028")
 classes = st.lists(
     letters.filter(lambda c: c not in "-^!"), min_size=2, max_size=3, unique=True
@@ -299,7 +299,7 @@ def test_braces_stand_for_each_pattern_that_they_write_out(
         )
     ]
     try:
-        expected = sum(op_id.matches(one) for one in each) > 0
+        expected = sum(op_id.matches(alternative) for alternative in each) > 0
     except PlanError:
         expected = None
     try:
@@ -349,6 +349,6 @@ def test_invalid_patterns_raise_only_plan_errors(pattern: str) -> None:
     ],
 )
 def test_no_pattern_is_slow(pattern: str) -> None:
-    """Backtracking over these would take longer than the age of the universe."""
+    """Backtracking over these patterns would take exponential time."""
     for module in ("a" * 20_000, ".".join(["a"] * 2_000), ".".join(["aaaa"] * 2_000)):
         assert not OpId(module, "linear").matches(pattern)

@@ -1,6 +1,4 @@
-"""Plans: what they say of operators, how they are written for people, and how they are checked
-against a model.
-"""
+"""Plans: the precision of each operator, the text form, and checks against a model."""
 
 from __future__ import annotations
 
@@ -61,13 +59,13 @@ def test_later_pattern_wins() -> None:
 @given(plans, op_ids, patterns, precisions)
 def test_last_matching_rule_wins(plan: Plan, op_id: OpId, pattern: str, precision: str) -> None:
     by_pattern = plan.with_precision(pattern, precision)
-    for known in (op_id, *plan.operators):
-        if known.matches(pattern):
-            assert by_pattern.precision_for(known) == Choice(
+    for candidate in (op_id, *plan.operators):
+        if candidate.matches(pattern):
+            assert by_pattern.precision_for(candidate) == Choice(
                 FORMATS[precision], f'plan: pattern "{pattern}"'
             )
         else:
-            assert _chosen(by_pattern, known) == _chosen(plan, known)
+            assert _chosen(by_pattern, candidate) == _chosen(plan, candidate)
     by_id = by_pattern.with_precision(op_id, precision)
     assert by_id.precision_for(op_id) == Choice(FORMATS[precision], "plan")
     assert by_id.notes == plan.notes
@@ -203,7 +201,7 @@ def test_unknown_precision_names_the_nearest() -> None:
         Plan.uniform("bf61")
 
 
-# The model
+# Checks against a model.
 
 
 def test_check_passes_plans_of_the_model() -> None:
@@ -305,10 +303,7 @@ def test_check_reports_alternatives_without_a_match(pattern: str, idle: str, clo
     assert caught.value.do.startswith(close)
 
 
-def test_invalid_range_lists_the_valid_values() -> None:
-    """Alternatives are taken one by one: that not every one of these goes with every other is what
-    braces are written for.
-    """
+def test_not_every_combination_of_alternatives_has_to_match() -> None:
     Plan(
         "int8",
         [

@@ -1,5 +1,5 @@
-"""Plans in files: what is saved is loaded, a write that fails leaves what was there, and where no
-plan can be is told.
+"""Plan files: a saved plan is loaded unchanged, a failed write preserves the old file, and invalid
+paths are errors.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def test_plan_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     parsed: list[object] = []
     loads = json.loads
     monkeypatch.setattr(
-        json, "loads", lambda *args, **how: (parsed.append(args), loads(*args, **how))[1]
+        json, "loads", lambda *args, **kwargs: (parsed.append(args), loads(*args, **kwargs))[1]
     )
     for plan in (Plan.uniform("int8"), ClusterPlan({"t4": Plan.uniform("int8")})):
         parsed.clear()

@@ -1,6 +1,4 @@
-"""Plans from anyone: whatever text or bytes come, they are a plan or a PlanError that says where it
-is wrong.
-"""
+"""Plan text from any source: text or bytes are a plan or a PlanError that names the position."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Steps whose gradients are compressed: bytes are those that are sent, seconds those of the model,
-and nothing changes where nothing is.
+"""Replay of steps with compressed gradients: bytes sent, and seconds of the communication model.
+Uncompressed steps do not change.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ def cluster(bandwidth: float, count: int = 4) -> Cluster:
 def test_bucket_time_equals_the_communication_model() -> None:
     parameters = [Parameter("a", 10_000), Parameter("b", 1_000)]
     for ranks in (2, 3, 16):
-        found = coded(parameters, {"a": "qsgd8"}, ranks, RATES)
+        bucket = coded(parameters, {"a": "qsgd8"}, ranks, RATES)
         sent = codec_named("qsgd8").nbytes(10_000) + 4_000
-        assert (found.codec, found.phases) == ("qsgd8", 1 if ranks == 2 else 2)
-        assert found.nbytes == sent + HEADER * (1 if ranks == 2 else ranks)
+        assert (bucket.codec, bucket.phases) == ("qsgd8", 1 if ranks == 2 else 2)
+        assert bucket.nbytes == sent + HEADER * (1 if ranks == 2 else ranks)
         encoded = 1 if ranks == 2 else 1 + 1 / ranks
         seconds = 40_000 * (encoded / 2e9 + 2 / 4e9) + 4_000 * (encoded / 1e9 + 2 / 2e9)
-        assert found.seconds == pytest.approx(seconds)
+        assert bucket.seconds == pytest.approx(seconds)
         fleet, alpha, bandwidth = cluster(1e8, ranks), 1e-5 / (2 * (ranks - 1)), 1e8
-        travel = fleet.all_reduce.seconds([found.nbytes], ranks, found.phases)[0]
-        whole = 2 * ((ranks - 1) * alpha + (ranks - 1) / ranks * found.nbytes / bandwidth)
-        expected = alpha + found.nbytes / bandwidth if ranks == 2 else whole
+        travel = fleet.all_reduce.seconds([bucket.nbytes], ranks, bucket.phases)[0]
+        two_phases = 2 * ((ranks - 1) * alpha + (ranks - 1) / ranks * bucket.nbytes / bandwidth)
+        expected = alpha + bucket.nbytes / bandwidth if ranks == 2 else two_phases
         assert travel == pytest.approx(expected)
 
 
@@ -87,9 +87,9 @@ def test_bucket_time_equals_the_communication_model() -> None:
     [(0.5, 0.9, 0.9), (0.5, None, 0.5), (1.5, None, 1.0), (0.0, 1.0, 1.0)],
 )
 def test_encoding_delays_computation(busy: float, coding: float | None, taken: float) -> None:
-    how = coded([Parameter("a", 10_000)], {"a": "qsgd8"}, 2, RATES)
+    bucket = coded([Parameter("a", 10_000)], {"a": "qsgd8"}, 2, RATES)
     buckets = [
-        SimulatedBucket(("a",), 40_000, how.nbytes, how),
+        SimulatedBucket(("a",), 40_000, bucket.nbytes, bucket),
         SimulatedBucket(("b",), 4_000, 4_000),
     ]
     for slowdown in (1.0, 2.0):
@@ -100,7 +100,7 @@ def test_encoding_delays_computation(busy: float, coding: float | None, taken: f
         seconds = travel(fleet, buckets)
         first, plain = beside_computing(fleet, buckets, seconds)
         assert first == pytest.approx(
-            busy * (float(seconds[0]) - how.seconds) + taken * how.seconds / slowdown
+            busy * (float(seconds[0]) - bucket.seconds) + taken * bucket.seconds / slowdown
         )
         assert plain == pytest.approx(busy * float(seconds[1]))
     alone = Cluster({"all": ClusterDevice(1)})
@@ -110,45 +110,45 @@ def test_encoding_delays_computation(busy: float, coding: float | None, taken: f
 def test_a_large_bucket_travels_while_it_is_coded() -> None:
     numel = 8 * 2**20
     for ranks, cuts in ((2, 8), (4, 2)):
-        found = coded([Parameter("a", numel)], {"a": "qsgd8"}, ranks, RATES)
-        assert found.stretches == cuts
+        bucket = coded([Parameter("a", numel)], {"a": "qsgd8"}, ranks, RATES)
+        assert bucket.stretches == cuts
         for bandwidth in (1e7, 1e13):
             fleet = cluster(bandwidth, ranks)
-            alone = float(fleet.exchange.seconds([found.nbytes], ranks, found.phases)[0])
-            (seconds,) = travel(fleet, [SimulatedBucket(("a",), 4 * numel, found.nbytes, found)])
-            longer, shorter = sorted((alone, found.seconds), reverse=True)
+            alone = float(fleet.exchange.seconds([bucket.nbytes], ranks, bucket.phases)[0])
+            (seconds,) = travel(fleet, [SimulatedBucket(("a",), 4 * numel, bucket.nbytes, bucket)])
+            longer, shorter = sorted((alone, bucket.seconds), reverse=True)
             assert seconds == pytest.approx(longer + shorter / cuts)
 
 
 def test_computed_rates_equal_the_benchmark() -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / "gradient_codecs.json").read_text())
+    results = json.loads((ROOT / "benchmarks" / "results" / "gradient_codecs.json").read_text())
     rows = {
         row["codec"]: row
-        for row in found["rows"]
+        for row in results["rows"]
         if row["isa"] == "avx512" and row["codec"] in NAMES
     }
-    reckoned = of_copy(1.0, "given").by_codec
-    assert set(NAMES) >= set(reckoned) == {*rows, "1bit", "aqgb"}
+    computed = of_copy(1.0, "given").by_codec
+    assert set(NAMES) >= set(computed) == {*rows, "1bit", "aqgb"}
     for name, row in rows.items():
         measured = [row["encode_to_copy"], row["decode_to_copy"]]
-        within = 0.13 if name in ("fp16", "bf16") else 0.00501  # of both conversions it is the mean
-        assert [reckoned[name].encode, reckoned[name].decode] == pytest.approx(
+        within = 0.13 if name in ("fp16", "bf16") else 0.00501  # it is the mean of both conversions
+        assert [computed[name].encode, computed[name].decode] == pytest.approx(
             measured, abs=within
         ), name
-    assert reckoned["aqgb"] == reckoned["aqgb32"]
+    assert computed["aqgb"] == computed["aqgb32"]
 
 
 def test_a_codec_that_is_gathered_is_sent_to_all() -> None:
     rates = of_copy(1e9, "given")
     parameters, level = [Parameter("a", 100_000)], codec_named("aqgb12")
     for ranks in (2, 5):
-        found, fleet = coded(parameters, {"a": "aqgb12"}, ranks, rates), cluster(1e8, ranks)
-        assert found.phases == 1
+        bucket, fleet = coded(parameters, {"a": "aqgb12"}, ranks, rates), cluster(1e8, ranks)
+        assert bucket.phases == 1
         rate = rates.of("aqgb12")
-        assert found.seconds == pytest.approx(4e5 / rate.encode + ranks * 4e5 / rate.decode)
+        assert bucket.seconds == pytest.approx(4e5 / rate.encode + ranks * 4e5 / rate.decode)
         alpha = 1e-5 / (2 * (ranks - 1))
         expected = (ranks - 1) * (alpha + (level.nbytes(100_000) + HEADER) / 1e8)
-        assert fleet.all_reduce.seconds([found.nbytes], ranks, found.phases)[0] == pytest.approx(
+        assert fleet.all_reduce.seconds([bucket.nbytes], ranks, bucket.phases)[0] == pytest.approx(
             expected
         )
     with pytest.raises(ProfileError, match="adapts its bits to the link"):
@@ -175,12 +175,12 @@ def test_a_plan_with_codecs_is_replayed_as_it_will_run() -> None:
             expected = coded(sized, weights, 4, rates)
             assert bucket.coded == expected
             assert bucket.travelling == expected.nbytes
-        taken = compressed.played.step.arrived - compressed.played.step.sent
-        for one, seconds in zip(compressed.played.buckets, taken.tolist(), strict=True):
-            assert one.coded is not None
-            assert one.coded.stretches == 1
+        durations = compressed.played.step.arrived - compressed.played.step.sent
+        for simulated, seconds in zip(compressed.played.buckets, durations.tolist(), strict=True):
+            assert simulated.coded is not None
+            assert simulated.coded.stretches == 1
             assert seconds == pytest.approx(
-                fleet.all_reduce.seconds([one.travelling], 4)[0] + one.coded.seconds
+                fleet.all_reduce.seconds([simulated.travelling], 4)[0] + simulated.coded.seconds
             )
         assert "in qsgd8" in str(compressed)
 
@@ -204,20 +204,20 @@ def test_measured_rates_scale_with_the_device_slowdown() -> None:
     speeds = [CodecSpeed("qsgd8", 3e9, 5e9), CodecSpeed("fp32", 1e9, 2e9)]
     slow = Cluster({"all": ClusterDevice(4, slowdown=2.0)}, Network(1e6, 1e-5), Buckets(1, 1))
     for fleet, times in ((cluster(1e6), 1.0), (slow, 2.0)):
-        found = rates(fleet, {"all": Known(MLP.graph, MLP.drawn, speeds)})
-        assert found.source == "measured on all"
-        assert found.by_codec == {
-            one.codec: Rate(one.encode / times, one.decode / times) for one in speeds
+        device_rates = rates(fleet, {"all": Known(MLP.graph, MLP.drawn, speeds)})
+        assert device_rates.source == "measured on all"
+        assert device_rates.by_codec == {
+            speed.codec: Rate(speed.encode / times, speed.decode / times) for speed in speeds
         }
-        reckoned = rates(fleet, {"all": MLP})
-        assert reckoned.of("qsgd8").encode == pytest.approx(
+        computed = rates(fleet, {"all": MLP})
+        assert computed.of("qsgd8").encode == pytest.approx(
             of_copy(COPY, "").of("qsgd8").encode / times
         )
     plan = ClusterPlan({"all": Plan.uniform("fp32")}, codecs=dict.fromkeys(PATHS, "qsgd8"))
     ends = []
     for scale in (1.0, 1e-3):
-        known = Known(MLP.graph, MLP.drawn, [CodecSpeed("qsgd8", scale * 3e9, scale * 5e9)])
-        ends.append(qsync_fx.replay(plan, known, cluster=cluster(1e9)).played.buckets)
+        profile = Known(MLP.graph, MLP.drawn, [CodecSpeed("qsgd8", scale * 3e9, scale * 5e9)])
+        ends.append(qsync_fx.replay(plan, profile, cluster=cluster(1e9)).played.buckets)
     for quick, slower in zip(*ends, strict=True):
         assert quick.coded is not None and slower.coded is not None
         assert slower.coded.seconds == pytest.approx(1e3 * quick.coded.seconds)
@@ -268,12 +268,14 @@ def test_bytes_that_stay_on_a_gpu_are_not_copied_to_the_host() -> None:
 
 
 def test_how_fast_this_processor_codes_is_measured_once() -> None:
-    found = {one.codec: one for one in coding_speeds()}
-    assert coding_speeds() == list(found.values())
-    assert found.keys() <= {*NAMES} - {"1bit", "aqgb"}
-    assert found.keys() >= {"fp32", "fp16", "bf16", "1bit*", "qsgd8", "aqgb12"}
-    assert all(1e6 < speed < 1e13 for one in found.values() for speed in (one.encode, one.decode))
-    assert not any(one.on_device for one in found.values()), "a CPU has no other memory"
+    by_codec = {item.codec: item for item in coding_speeds()}
+    assert coding_speeds() == list(by_codec.values())
+    assert by_codec.keys() <= {*NAMES} - {"1bit", "aqgb"}
+    assert by_codec.keys() >= {"fp32", "fp16", "bf16", "1bit*", "qsgd8", "aqgb12"}
+    assert all(
+        1e6 < speed < 1e13 for item in by_codec.values() for speed in (item.encode, item.decode)
+    )
+    assert not any(item.on_device for item in by_codec.values()), "a CPU has no other memory"
     (same,) = measured([codec_named("qsgd8")], 2**20, 3, on_device=True)
     assert 1e6 < same.encode < 1e13 and 1e6 < same.decode < 1e13
 
@@ -289,33 +291,35 @@ def test_rates_are_the_minimum_and_name_their_source() -> None:
 def test_codec_break_even_bandwidth() -> None:
     schedule = {"all": CostMapper(MLP.graph, MLP.drawn, Plan.uniform("fp32")).schedule()}
     rates = of_copy(1e9, "given")
-    without, found = paying(schedule, cluster(1e4), ["qsgd8", "qsgd4"], rates)
-    assert best(without, found).codec == "qsgd4"
+    without, candidates = paying(schedule, cluster(1e4), ["qsgd8", "qsgd4"], rates)
+    assert best(without, candidates).codec == "qsgd4"
     assert without.sent == pytest.approx(
         1.5 * sum(4 * parameter.numel for parameter in MLP.graph.parameters)
     )
     assert without.coding == 0
-    for one in found:
-        assert one.seconds < without.seconds
-        assert one.sent < without.sent
-        assert 0 <= one.hidden < 1
-        assert one.until is not None and one.until > 1e4
+    for candidate in candidates:
+        assert candidate.seconds < without.seconds
+        assert candidate.sent < without.sent
+        assert 0 <= candidate.hidden < 1
+        assert candidate.until is not None and candidate.until > 1e4
         for times, wins in ((0.99, True), (1.01, False)):
-            there, (again,) = paying(schedule, cluster(one.until * times), [one.codec], rates)
-            assert again.seconds < there.seconds, (
+            plain, (repeated,) = paying(
+                schedule, cluster(candidate.until * times), [candidate.codec], rates
+            )
+            assert repeated.seconds < plain.seconds, (
                 "it is shorter all the same, by less than it is worth"
             )
-            assert (best(there, [again]) is again) == wins
-    without, found = paying(schedule, cluster(1e15), ["qsgd8", "qsgd4"], rates)
-    assert best(without, found) is without
+            assert (best(plain, [repeated]) is repeated) == wins
+    without, candidates = paying(schedule, cluster(1e15), ["qsgd8", "qsgd4"], rates)
+    assert best(without, candidates) is without
     small = uniform([Parameter("large", 10**6), Parameter("small", 10)], "qsgd8")
     assert small == {"large": "qsgd8"}
 
 
-def test_a_plan_file_with_codecs_is_replayed_from_the_command_line(
+def test_replay_of_a_plan_with_codecs_needs_a_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.json"
     ClusterPlan({"all": Plan.uniform("fp32")}, codecs={"no.such": "qsgd8"}).save(path)
     assert main(["replay", str(path)]) == 2
-    assert capsys.readouterr().err
+    assert "there is no profile" in capsys.readouterr().err

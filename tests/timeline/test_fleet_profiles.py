@@ -1,6 +1,6 @@
-"""What is known of a fleet's devices: one by its name is one whose profile is given.
+"""Profiles of a cluster's devices: the name of a device is equivalent to its profile.
 
-For one device alone, files of others are refused.
+A replay on one device rejects profiles of other machines.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def t4() -> Profile:
 
 @pytest.fixture(scope="module")
 def here() -> Profile:
-    """One that stands for what was measured on this processor."""
+    """Return a profile that represents a measurement on this processor."""
     return replace(reckoned("epyc-9004"), machine=this_machine())
 
 
@@ -58,12 +58,12 @@ def fleet(folder: Path, *tables: str) -> Path:
 
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_device_name_selects_its_profile(momentum: float | None, tmp_path: Path) -> None:
-    given = reckoned("t4", momentum)
+    profile = reckoned("t4", momentum)
     cluster = fleet(tmp_path, "[devices.given]", "[devices.named]\ndevice = 't4'")
-    timeline = qsync_fx.replay(Plan.uniform("fp16"), {"given": given}, cluster=cluster)
+    timeline = qsync_fx.replay(Plan.uniform("fp16"), {"given": profile}, cluster=cluster)
     operators: dict[str, list[Any]] = {"given": [], "named": []}
-    for one in timeline.by_operator():
-        operators[one.device].append(replace(one, device=""))
+    for operator in timeline.by_operator():
+        operators[operator.device].append(replace(operator, device=""))
     assert operators["given"] == operators["named"]
     assert timeline.peak_bytes["given"] == timeline.peak_bytes["named"] > 0
     assert max(timeline.waiting.values()) == pytest.approx(0, abs=1e-12)
@@ -81,48 +81,47 @@ def test_device_without_a_profile_uses_optimizer_and_loss_of_another(
     here: Profile, tmp_path: Path
 ) -> None:
     cluster = fleet(tmp_path, "[devices.here]", "[devices.named]\ndevice = 'epyc-9004'")
-    _, known = load_device_profiles({"here": here}, cluster)
-    named = known["named"]
+    _, times = load_device_profiles({"here": here}, cluster)
+    named = times["named"]
     assert isinstance(named, DeviceTimes)
     assert (named.optimizer_memory, named.loss_memory) == (MOMENTUM, here.loss_memory)
-    # Here it is a profile of the same device in disguise: casts are apart in one, and both take as
-    # long.
+    # Both are profiles of one device. Only one of them separates casts; their totals are equal.
     assert named.optimizer() == here.optimizer_seconds
     timeline = qsync_fx.replay(Plan.uniform("fp16"), {"here": here}, cluster=cluster)
     assert timeline.peak_bytes["here"] == timeline.peak_bytes["named"] > 0
     takes = {name: alone.computed for name, alone in timeline.played.devices.items()}
     assert takes["named"] == pytest.approx(takes["here"])
-    _, known = load_device_profiles({"here": replace(here, optimizer="")}, cluster)
-    assert isinstance(found := known["named"], DeviceTimes) and found.optimizer() == 0
+    _, times = load_device_profiles({"here": replace(here, optimizer="")}, cluster)
+    assert isinstance(named_times := times["named"], DeviceTimes) and named_times.optimizer() == 0
 
 
 def test_device_with_other_formats_requires_a_profile(here: Profile, tmp_path: Path) -> None:
     cluster = fleet(tmp_path, "[devices.here]", "[devices.named]\ndevice = 't4'")
     with pytest.raises(ProfileError, match="the profiles are for cpu") as caught:
         qsync_fx.replay(Plan.uniform("fp32"), {"here": here}, cluster=cluster)
-    said = str(caught.value)
+    message = str(caught.value)
     assert caught.value.where == "devices.named"
-    assert 'qsync_fx.catalog_profile("t4", model, step, batch).save("t4.json")' in said
+    assert 'qsync_fx.catalog_profile("t4", model, step, batch).save("t4.json")' in message
     assert (
-        "qsync measure MODULE:CALLABLE --device t4 --output t4.json" in said
-        and "--profile named=t4.json" in said
+        "qsync measure MODULE:CALLABLE --device t4 --output t4.json" in message
+        and "--profile named=t4.json" in message
     )
-    assert "target" not in said and "catalog" not in said.replace("catalog_profile", "")
+    assert "target" not in message and "catalog" not in message.replace("catalog_profile", "")
 
 
 def test_profile_of_another_machine_is_rejected(here: Profile, tmp_path: Path) -> None:
-    own, other = tmp_path / "own.json", tmp_path / "other.json"
-    here.save(own)
+    local, other = tmp_path / "own.json", tmp_path / "other.json"
+    here.save(local)
     replace(here, machine=replace(here.machine, name="a faster one")).save(other)
     plan = Plan.uniform("fp32")
-    seconds = qsync_fx.replay(plan, own).seconds
+    seconds = qsync_fx.replay(plan, local).seconds
     with pytest.raises(ProfileError, match="a faster one") as caught:
         qsync_fx.replay(plan, str(other))
     assert "other.json" in (caught.value.where or "") and "any_machine=True" in (
         caught.value.do or ""
     )
     assert qsync_fx.replay(plan, other, any_machine=True).seconds == seconds
-    # What has a name is of a fleet, and what was loaded has been asked for.
+    # A named profile belongs to a fleet, and a loaded profile was accepted explicitly.
     assert qsync_fx.replay(plan, {"there": other}).seconds == seconds
     assert (
         qsync_fx.replay(plan, other, cluster=fleet(tmp_path, "[devices.there]")).seconds == seconds
@@ -142,14 +141,16 @@ def test_computed_profile_is_not_a_measurement(t4: Profile, tmp_path: Path) -> N
 def test_unknown_batch_size_is_an_error(
     t4: Profile, batch: int | None, told: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
-    found = Cluster({"slow": ClusterDevice(count=2, batch=batch)}, Network(bandwidth=1e9))
-    load_device_profiles({"slow": t4}, found)
-    said = [str(one.message) for one in recwarn if "cluster has batch" in str(one.message)]
-    assert bool(said) == told, (
+    cluster = Cluster({"slow": ClusterDevice(count=2, batch=batch)}, Network(bandwidth=1e9))
+    load_device_profiles({"slow": t4}, cluster)
+    messages = [
+        str(warning.message) for warning in recwarn if "cluster has batch" in str(warning.message)
+    ]
+    assert bool(messages) == told, (
         "512 is a size of it, though not the first: nothing tells which size is the batch"
     )
     assert all(
         text.startswith("devices.slow: the cluster has batch = 32, but no tensor in the")
-        for text in said
+        for text in messages
     )
-    assert all("leading sizes: 64, 512, 1024" in text for text in said)
+    assert all("leading sizes: 64, 512, 1024" in text for text in messages)

@@ -1,6 +1,4 @@
-"""Ranks that share nodes: what travels inside and between these, in which time, and which codecs
-pay there.
-"""
+"""Ranks that share nodes: bytes and times inside and between nodes, and the gain of codecs."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ def test_instant_inner_links_make_nodes_a_ring(
 def test_two_level_time_is_the_sum_of_its_messages(
     nodes: int, size: int, across: float, inside: float, latency: float
 ) -> None:
-    """Every rank sends the others of its node its part of theirs, then the others with its part on
-    other nodes, then again its node.
-    """
+    """Reduce-scatter inside nodes, all-reduce of shards between nodes, all-gather inside nodes."""
     nbytes = 4.2e6
     part = nbytes / size
     within = 2 * (size - 1) * part / inside + latency
@@ -144,7 +140,7 @@ def test_all_nodes_wait_for_the_slowest_class(
 def test_a_measured_exchange_has_the_time_of_its_phases(
     ranks: int, groups: int, phases: int, bandwidth: float, sizes: list[float]
 ) -> None:
-    """A table of a link without latency is the link itself, whichever ranks share it."""
+    """A table of a link without latency gives the times of the link, for all groups of ranks."""
     table = [(2.0**power, 2.0**power / bandwidth) for power in range(-8, 30)]
     measured = MeasuredExchange(table, groups).seconds(sizes, ranks, phases)
     link = CollectiveLink(bandwidth).seconds(sizes, ranks, phases) / groups
@@ -163,9 +159,11 @@ def test_ddp_all_reduce_uses_a_ring_or_two_levels(ring: bool) -> None:
         across, inside = sent(fleet, bucket)
         nodes = ranks // size
         if ring:
-            whole = 2 * (ranks - 1) / ranks * 4e6
-            assert seconds == pytest.approx(whole / 1e8 + 1e-5 if several else whole / 1e9 + 1e-6)
-            assert (across, inside) == (whole if several else 0, whole)
+            ring_bytes = 2 * (ranks - 1) / ranks * 4e6
+            assert seconds == pytest.approx(
+                ring_bytes / 1e8 + 1e-5 if several else ring_bytes / 1e9 + 1e-6
+            )
+            assert (across, inside) == (ring_bytes if several else 0, ring_bytes)
         else:
             assert across == pytest.approx(2 * (nodes - 1) / nodes * 4e6)
             assert inside == pytest.approx(2 * (size - 1) / size * 4e6)
@@ -178,24 +176,27 @@ def test_ddp_all_reduce_uses_a_ring_or_two_levels(ring: bool) -> None:
 @pytest.mark.parametrize(("ranks", "size"), [(4, 2), (8, 2), (12, 4), (4, 4), (6, 1)])
 def test_bucket_is_encoded_between_nodes_only(ranks: int, size: int) -> None:
     parameters = [Parameter("a", 10_000), Parameter("b", 1_000)]
-    found, nodes = coded(parameters, {"a": "qsgd8"}, ranks, RATES, size=size), ranks // size
-    assert found.phases == (1 if nodes == 2 else 2)
-    given = codec_named("qsgd8").nbytes(10_000) + 4_000
-    assert found.nbytes == given + HEADER * size * (1 if nodes == 2 else nodes)
-    assert found.inside == (44_000 + HEADER * size if size > 1 else 0)
+    coded_bucket, nodes = coded(parameters, {"a": "qsgd8"}, ranks, RATES, size=size), ranks // size
+    assert coded_bucket.phases == (1 if nodes == 2 else 2)
+    encoded_bytes = codec_named("qsgd8").nbytes(10_000) + 4_000
+    assert coded_bucket.nbytes == encoded_bytes + HEADER * size * (1 if nodes == 2 else nodes)
+    assert coded_bucket.inside == (44_000 + HEADER * size if size > 1 else 0)
     encoded, decoded = (0, 0) if nodes == 1 else (1, 2) if nodes == 2 else (1 + 1 / nodes, 2)
     seconds = (
         40_000 * (encoded / 2e9 + decoded / 4e9) + 4_000 * (encoded / 1e9 + decoded / 2e9)
     ) / size
     copying = 44_000 * ((1 + 1 / size) / 1e9 + 2 / 2e9) if size > 1 else 0
-    assert (found.seconds, found.inside_seconds) == (pytest.approx(seconds), pytest.approx(copying))
+    assert (coded_bucket.seconds, coded_bucket.inside_seconds) == (
+        pytest.approx(seconds),
+        pytest.approx(copying),
+    )
     fleet = cluster(Node(size, 1e9 if size > 1 else None, 1e-6), ranks)
-    bucket = SimulatedBucket(("a", "b"), 44_000, found.nbytes, found)
+    bucket = SimulatedBucket(("a", "b"), 44_000, coded_bucket.nbytes, coded_bucket)
     across, inside = sent(fleet, bucket)
-    taken = found.coding
-    taken += inside / 1e9 + 1e-6 if size > 1 else 0
-    taken += across / 1e8 + 1e-5 * found.phases / 2 if nodes > 1 else 0
-    assert travel(fleet, [bucket])[0] == pytest.approx(taken)
+    expected = coded_bucket.coding
+    expected += inside / 1e9 + 1e-6 if size > 1 else 0
+    expected += across / 1e8 + 1e-5 * coded_bucket.phases / 2 if nodes > 1 else 0
+    assert travel(fleet, [bucket])[0] == pytest.approx(expected)
 
 
 @given(
@@ -239,23 +240,23 @@ def test_codec_inside_nodes_changes_the_exchange_inside_only(
 def test_large_bucket_overlaps_encoding_and_transfer() -> None:
     numel = 16 * 2**20
     for ranks, size, cuts in ((4, 2, 8), (8, 4, 4), (8, 2, 2)):
-        found = coded([Parameter("a", numel)], {"a": "qsgd8"}, ranks, RATES, size=size)
-        assert found.stretches == cuts
+        coded_bucket = coded([Parameter("a", numel)], {"a": "qsgd8"}, ranks, RATES, size=size)
+        assert coded_bucket.stretches == cuts
         for bandwidth in (1e7, 1e13):
             fleet = cluster(Node(size, 1e9, 1e-6), ranks, bandwidth)
-            bucket = SimulatedBucket(("a",), 4 * numel, found.nbytes, found)
+            bucket = SimulatedBucket(("a",), 4 * numel, coded_bucket.nbytes, coded_bucket)
             across, inside = sent(fleet, bucket)
-            between = across / bandwidth + 1e-5 * found.phases / 2
-            longer, shorter = sorted((between, found.seconds), reverse=True)
-            (taken,) = travel(fleet, [bucket])
-            assert taken == pytest.approx(
-                longer + shorter / cuts + inside / 1e9 + 1e-6 + found.inside_seconds
+            between = across / bandwidth + 1e-5 * coded_bucket.phases / 2
+            longer, shorter = sorted((between, coded_bucket.seconds), reverse=True)
+            (duration,) = travel(fleet, [bucket])
+            assert duration == pytest.approx(
+                longer + shorter / cuts + inside / 1e9 + 1e-6 + coded_bucket.inside_seconds
             )
 
 
 def test_links_inside_nodes_let_codecs_pay_less() -> None:
-    """In two levels each node sends once what all of its ranks would, so that there is less for a
-    codec to win.
+    """With two levels a node sends its gradients once instead of once per rank, so a codec saves
+    less.
     """
     parameters = (Parameter("first", 300_000), Parameter("second", 100))
     entries = (Entry("linear", Part.BACKWARD, 1e-3),)
@@ -263,13 +264,13 @@ def test_links_inside_nodes_let_codecs_pay_less() -> None:
     rates, limits = of_copy(1e9, "given"), []
     for node in (Node(), Node(4, 1e15)):
         fleet = cluster(node, 16, 1e4)
-        without, (one,) = paying(schedules, fleet, ["qsgd8"], rates)
-        assert one.seconds < without.seconds
-        how = by_bucket(schedules, fleet, uniform(parameters, "qsgd8"), rates)
-        assert float(simulate(schedules, fleet, how).step.seconds) == one.seconds
+        without, (compressed,) = paying(schedules, fleet, ["qsgd8"], rates)
+        assert compressed.seconds < without.seconds
+        buckets = by_bucket(schedules, fleet, uniform(parameters, "qsgd8"), rates)
+        assert float(simulate(schedules, fleet, buckets).step.seconds) == compressed.seconds
         raw, count = 4 * 300_100, 16 // node.ranks
         assert without.sent == pytest.approx(2 * (count - 1) / count * raw)
         assert without.inside == pytest.approx(1.5 * raw if node.ranks > 1 else 0)
-        assert one.inside == pytest.approx(without.inside, rel=0.01)
-        limits.append(one.until)
+        assert compressed.inside == pytest.approx(without.inside, rel=0.01)
+        limits.append(compressed.until)
     assert limits[1] is not None and limits[0] is not None and limits[1] < limits[0]

@@ -1,4 +1,4 @@
-"""From plans and what is known of devices to a timeline, on real models with drawn times."""
+"""Replay of plans and device profiles into a timeline, on real models with random times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.planning.predicted_models import DrawnTimes, graph_of
 
 @dataclass(frozen=True)
 class Known:
-    """What stands in for a profile: a model and times of its operators."""
+    """Substitute for a profile: a model and the times of its operators."""
 
     graph: ModelGraph
     drawn: Times
@@ -48,8 +48,8 @@ def test_one_device() -> None:
     assert timeline.seconds == pytest.approx(mapper.seconds)
     totals = mapper.totals
     operators = timeline.by_operator()
-    assert sum(one.forward for one in operators) == pytest.approx(totals.forward)
-    assert sum(one.casts for one in operators) == pytest.approx(
+    assert sum(operator.forward for operator in operators) == pytest.approx(totals.forward)
+    assert sum(operator.casts for operator in operators) == pytest.approx(
         totals.casts + totals.casts_backward + totals.unpacking
     )
     assert timeline.waiting == {"cpu": 0}
@@ -60,10 +60,10 @@ def test_profile_contains_the_gradient_copy_speed() -> None:
     plans = dict.fromkeys(FLEET.devices, Plan.uniform("fp32"))
     fleet = qsync_fx.replay(plans, {"fast": MLP, "slow": copying}, cluster=FLEET).played.cluster
     assert [device.copies for device in fleet.devices.values()] == [None, 5e-7]
-    said = replace(
-        FLEET, devices={name: replace(one, copies=0.0) for name, one in FLEET.devices.items()}
+    without_copies = replace(
+        FLEET, devices={name: replace(entry, copies=0.0) for name, entry in FLEET.devices.items()}
     )
-    quick = qsync_fx.replay(plans, copying, cluster=said)
+    quick = qsync_fx.replay(plans, copying, cluster=without_copies)
     assert quick.seconds == qsync_fx.replay(plans, MLP, cluster=FLEET).seconds
 
 
@@ -81,7 +81,7 @@ def test_ranks_wait_for_buffers_with_profiled_links() -> None:
     plans = dict.fromkeys(FLEET.devices, Plan.uniform("fp32"))
     unknown = replace(FLEET, network=None)
     longer, shorter = (
-        qsync_fx.replay(plans, known, cluster=unknown).seconds for known in (sent, left)
+        qsync_fx.replay(plans, profile, cluster=unknown).seconds for profile in (sent, left)
     )
     assert longer == pytest.approx(shorter + 0.25)
     assert (
@@ -91,13 +91,17 @@ def test_ranks_wait_for_buffers_with_profiled_links() -> None:
 
 
 def test_profiled_slowdown_of_concurrent_devices_applies() -> None:
-    beside = replace(MLP, collectives=[Collective("gloo", 3, [(1024, 1e-3)], slowdown=1.5)])
+    profile = replace(MLP, collectives=[Collective("gloo", 3, [(1024, 1e-3)], slowdown=1.5)])
     plans = dict.fromkeys(FLEET.devices, Plan.uniform("fp32"))
     unknown = replace(FLEET, network=None)
-    found = qsync_fx.replay(plans, {"fast": beside, "slow": MLP}, cluster=unknown).played.cluster
-    assert [device.slowdown for device in found.devices.values()] == [1.5, 3.0]
-    known = qsync_fx.replay(plans, {"fast": beside, "slow": MLP}, cluster=FLEET).played.cluster
-    assert known == FLEET
+    profiled = qsync_fx.replay(
+        plans, {"fast": profile, "slow": MLP}, cluster=unknown
+    ).played.cluster
+    assert [device.slowdown for device in profiled.devices.values()] == [1.5, 3.0]
+    configured = qsync_fx.replay(
+        plans, {"fast": profile, "slow": MLP}, cluster=FLEET
+    ).played.cluster
+    assert configured == FLEET
 
 
 def test_a_fleet_with_a_plan_for_each() -> None:
@@ -118,13 +122,13 @@ def test_gradients_of_a_graph_are_ready_together() -> None:
     small = Buckets(first_bytes=1, bytes=1)
     fleet = replace(FLEET, buckets=small)
     split = qsync_fx.replay(Plan.uniform("fp32"), MLP, cluster=fleet)
-    whole = qsync_fx.replay(
+    joint = qsync_fx.replay(
         Plan.uniform("fp32"), MLP, cluster=replace(fleet, buckets=replace(small, whole_graphs=True))
     )
-    assert len(split.played.buckets) == len(whole.played.buckets) == 6
+    assert len(split.played.buckets) == len(joint.played.buckets) == 6
     assert len(set(split.played.step.ready[0].tolist())) > 1
-    assert len(set(whole.played.step.ready[0].tolist())) == 1
-    assert whole.seconds > split.seconds
+    assert len(set(joint.played.step.ready[0].tolist())) == 1
+    assert joint.seconds > split.seconds
 
 
 def test_a_cluster_from_a_file_and_links_from_a_profile(tmp_path: Path) -> None:
@@ -132,23 +136,23 @@ def test_a_cluster_from_a_file_and_links_from_a_profile(tmp_path: Path) -> None:
     path.write_text("[devices.here]\ncount = 4")
     with pytest.raises(ProfileError, match="neither the link of 'here' nor"):
         qsync_fx.replay(Plan.uniform("fp32"), MLP, cluster=path)
-    known = Known(
+    profile = Known(
         MLP.graph, MLP.drawn, [Collective("gloo", 4, [(8, 0.25), (1024, 0.5), (2**30, 1e3)], 0.25)]
     )
-    timeline = qsync_fx.replay(Plan.uniform("fp32"), known, cluster=path)
+    timeline = qsync_fx.replay(Plan.uniform("fp32"), profile, cluster=path)
     (bucket,) = timeline.played.buckets
-    taken = float(timeline.played.step.arrived[0] - timeline.played.step.sent[0])
-    assert bucket.nbytes > 1024 and taken > 0.5
+    duration = float(timeline.played.step.arrived[0] - timeline.played.step.sent[0])
+    assert bucket.nbytes > 1024 and duration > 0.5
     assert timeline.played.cluster.network == Network(
         all_reduce=[(8, 0.25), (1024, 0.5), (2**30, 1e3)], ranks=4, busy=0.25, ring=True
     )
-    assert taken == pytest.approx(
+    assert duration == pytest.approx(
         float(timeline.played.cluster.all_reduce.seconds([bucket.nbytes], 4)[0])
     )
 
 
 def test_codecs_use_the_transport_of_the_measured_backend() -> None:
-    """As `compress` chooses it: gloo sends messages, and other backends have collectives."""
+    """`compress` chooses the same: messages with gloo, collectives with other backends."""
     exchanges = [
         Exchange("point_to_point", "all", 3, [(1.0, 5.0)]),
         Exchange("collective", "all", 3, [(1.0, 1.0)]),
@@ -179,14 +183,14 @@ def test_devices_of_the_catalog(tmp_path: Path) -> None:
         torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 512)
     )
     explained = qsync_fx.explain(model, torch.randn(256, 512), options={"target": "t4"})
-    reckoned = DeviceTimes(qsync_fx.devices.get("t4"), build_model_graph(explained))
+    computed = DeviceTimes(qsync_fx.devices.get("t4"), build_model_graph(explained))
     path = tmp_path / "cluster.toml"
     path.write_text(
         "[devices.here]\n[devices.there]\ndevice = 't4'\nslowdown = 2.0\n[network]\nbandwidth = "
         "1e10"
     )
-    timeline = qsync_fx.replay(Plan.uniform("fp16"), {"here": reckoned}, cluster=path)
-    alone = qsync_fx.replay(Plan.uniform("fp16"), reckoned)
+    timeline = qsync_fx.replay(Plan.uniform("fp16"), {"here": computed}, cluster=path)
+    alone = qsync_fx.replay(Plan.uniform("fp16"), computed)
     assert timeline.seconds > 2 * alone.seconds > 0
     assert timeline.waiting["here"] > 0
     with pytest.raises(ProfileError, match="the model that 'there' trains is unknown"):

@@ -1,4 +1,4 @@
-"""Timelines: their sums, what they show, and what Perfetto is given."""
+"""Timelines: their totals, their text, and their Perfetto files."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ LAYERS = 6
 
 
 def schedule(seconds: float, seed: int = 0) -> Schedule:
-    """A stack of layers, each with a weight of 1 MiB, a cast in front of every second one, and the
-    framework's own time.
+    """Return a schedule of layers, each with a weight of 1 MiB, a cast before every second layer,
+    and framework overhead.
     """
     draw = random.Random(seed)
     forward, backward = [Entry("", Part.OUTSIDE, seconds / 10)], []
-    for at in range(LAYERS):
-        if at % 2:
-            forward.append(Entry(f"{at}/linear", Part.CAST, seconds / 5))
-        forward.append(Entry(f"{at}/linear", Part.FORWARD, seconds * draw.uniform(0.5, 1.5)))
-    for at in range(LAYERS)[::-1]:
-        backward.append(Entry(f"{at}/linear", Part.BACKWARD, 2 * seconds * draw.uniform(0.5, 1.5)))
-    parameters = tuple(Parameter(f"{at}.weight", 2**18) for at in range(LAYERS))
-    ready = {parameter.path: LAYERS - 1 - at for at, parameter in enumerate(parameters)}
+    for index in range(LAYERS):
+        if index % 2:
+            forward.append(Entry(f"{index}/linear", Part.CAST, seconds / 5))
+        forward.append(Entry(f"{index}/linear", Part.FORWARD, seconds * draw.uniform(0.5, 1.5)))
+    for index in range(LAYERS)[::-1]:
+        backward.append(
+            Entry(f"{index}/linear", Part.BACKWARD, 2 * seconds * draw.uniform(0.5, 1.5))
+        )
+    parameters = tuple(Parameter(f"{index}.weight", 2**18) for index in range(LAYERS))
+    ready = {parameter.path: LAYERS - 1 - index for index, parameter in enumerate(parameters)}
     return Schedule(tuple(forward), tuple(backward), seconds, parameters, ready)
 
 
@@ -95,28 +97,30 @@ def test_a_step_adds_up_on_each_device(network: dict[str, float], copies: float 
     cluster = Cluster(devices, Network(1e9, 1e-5, **network), CLUSTER.buckets)  # type: ignore[arg-type]
     fleet = timeline(cluster=cluster)
     for name, pieces in fleet.computing.items():
-        taken = sum(piece.end - piece.begin for piece in pieces) + cluster.devices[name].delay
-        assert taken == pytest.approx(fleet.seconds)
+        total = sum(piece.end - piece.begin for piece in pieces) + cluster.devices[name].delay
+        assert total == pytest.approx(fleet.seconds)
         assert all(a.end == pytest.approx(b.begin) for a, b in pairwise(pieces))
-    by_operator = sum(one.seconds for one in fleet.by_operator() if one.device == "slow")
+    by_operator = sum(
+        operator.seconds for operator in fleet.by_operator() if operator.device == "slow"
+    )
     into_buckets = (copies or 0.0) * sum(bucket.nbytes for bucket in fleet.played.buckets)
     travelled = (fleet.played.step.arrived - fleet.played.step.sent).sum()
-    beside = network.get("busy", 0.0) * float(travelled)
-    assert by_operator == pytest.approx(SLOW.seconds - SLOW.optimizer + into_buckets + beside)
+    delay = network.get("busy", 0.0) * float(travelled)
+    assert by_operator == pytest.approx(SLOW.seconds - SLOW.optimizer + into_buckets + delay)
 
 
 def test_communication_delays_computation() -> None:
-    """Where a device spends all of the time that buckets travel on them, it is as if nothing
-    travelled beside computing.
+    """A device that is busy whenever buckets travel does not overlap communication with
+    computation.
     """
-    one = {"here": ClusterDevice(count=2)}
+    devices = {"here": ClusterDevice(count=2)}
     steps = {
         busy: timeline(
-            {"here": SLOW}, Cluster(one, Network(1e9, 1e-5, busy=busy), CLUSTER.buckets)
+            {"here": SLOW}, Cluster(devices, Network(1e9, 1e-5, busy=busy), CLUSTER.buckets)
         ).seconds
         for busy in (0.0, 0.5, 1.0)
     }
-    fleet = timeline({"here": SLOW}, Cluster(one, Network(1e9, 1e-5), CLUSTER.buckets))
+    fleet = timeline({"here": SLOW}, Cluster(devices, Network(1e9, 1e-5), CLUSTER.buckets))
     travels = float((fleet.played.step.arrived - fleet.played.step.sent).sum())
     assert steps[0.0] < steps[0.5] < steps[1.0]
     assert steps[1.0] == pytest.approx(SLOW.seconds + travels)
@@ -131,8 +135,8 @@ def test_gradients_are_copied_into_buckets_and_out_of_them() -> None:
     )
     fleet = timeline(cluster=Cluster(devices, CLUSTER.network, CLUSTER.buckets))
     nbytes = sum(bucket.nbytes for bucket in fleet.played.buckets)
-    # The last bucket is ready once all are copied, and nothing is sent meanwhile that the slow
-    # device would wait for.
+    # The last bucket is ready after all copies. In the meantime the slow device waits for no other
+    # bucket.
     assert fleet.seconds - without.seconds == pytest.approx(2 * 2 * nbytes * 1e-10, rel=1e-6)
     assert fleet.played.after("fast") == FAST.optimizer
     alone = Cluster({"here": ClusterDevice(copies=1e-10)})
@@ -143,12 +147,14 @@ def test_operators_come_with_their_parts() -> None:
     fleet = timeline().by_operator()
     assert fleet[0].device == "slow" and len(fleet) == 2 * (LAYERS + 1)
     assert all(a.seconds >= b.seconds for a, b in pairwise(fleet))
-    found = next(one for one in fleet if (one.device, one.operator) == ("fast", "3/linear"))
-    assert found.casts == pytest.approx(2e-4)
-    assert found.forward == next(
+    operator = next(
+        entry for entry in fleet if (entry.device, entry.operator) == ("fast", "3/linear")
+    )
+    assert operator.casts == pytest.approx(2e-4)
+    assert operator.forward == next(
         e.seconds for e in FAST.forward if (e.operator, e.part) == ("3/linear", Part.FORWARD)
     )
-    assert next(one for one in fleet if one.operator == "").other == pytest.approx(2e-4)
+    assert next(entry for entry in fleet if entry.operator == "").other == pytest.approx(2e-4)
 
 
 def test_compression_sends_fewer_bytes_and_costs_time() -> None:
@@ -160,7 +166,7 @@ def test_compression_sends_fewer_bytes_and_costs_time() -> None:
         0.25,
     ]
     extra = 3 * 1e-5 + 5 * 2**20 * 1e-12
-    other = {one.device: one.other for one in packed.by_operator() if one.operator == ""}
+    other = {entry.device: entry.other for entry in packed.by_operator() if entry.operator == ""}
     assert other == pytest.approx({"fast": 1e-4 + extra, "slow": 2e-4 + extra})
     everywhere = Cluster(CLUSTER.devices, CLUSTER.network, CLUSTER.buckets, Compression(0.25))
     assert timeline(cluster=everywhere).seconds < plain.seconds
