@@ -64,12 +64,8 @@ class Vgg(nn.Module):
 
     def __init__(self, norms: bool) -> None:
         super().__init__()
-        layers = vgg_layers(
-            64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0
-        )
-        self.features = nn.Sequential(
-            *(layer for layer in layers if norms or not isinstance(layer, nn.BatchNorm2d))
-        )
+        widths = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
+        self.features = nn.Sequential(*vgg_layers(*widths, batch_norm=norms))
         heads = [
             nn.Linear(512 * 49, 4096),
             nn.ReLU(),

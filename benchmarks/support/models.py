@@ -166,18 +166,16 @@ def resnet(
     return _classifier(build, batch, size, lambda model, images: model(images).logits)
 
 
-def vgg_layers(*widths: int, channels: int = 3) -> list[nn.Module]:
-    """Return the layers of a VGG with batch norm by their output channels; 0 is max pooling."""
+def vgg_layers(*widths: int, channels: int = 3, batch_norm: bool = True) -> list[nn.Module]:
+    """Return the layers of a VGG by their output channels; 0 is max pooling."""
     layers: list[nn.Module] = []
     for width in widths:
         if width == 0:
             layers.append(nn.MaxPool2d(2))
             continue
-        layers += [
-            nn.Conv2d(channels, width, 3, padding=1),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-        ]
+        layers.append(nn.Conv2d(channels, width, 3, padding=1))
+        layers += [nn.BatchNorm2d(width)] if batch_norm else []
+        layers.append(nn.ReLU(inplace=True))
         channels = width
     return layers
 

@@ -62,6 +62,7 @@ MORE_OF_A_KIND = {
     "table3": "replay_accuracy",
     "table4": "table2",
     "table4_unscaled": "table2",
+    "table4_vgg": "table2",
     "table6": "table2",
     "trained_sensitivity": "fleets",
     "two_level_accuracy": "table2",

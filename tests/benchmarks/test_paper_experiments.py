@@ -220,6 +220,25 @@ def test_levels_at_powers_of_two_are_rounded_to_without_bias(size: int) -> None:
     assert decoded[0] == 0.0
 
 
+@pytest.mark.parametrize("size", [1, 127, 256, 1300])
+def test_one_bit_is_unbiased(size: int) -> None:
+    codec = codec_parameters.OneBit()
+    torch.manual_seed(size)
+    values, mean, draws = torch.randn(size), torch.zeros(size), 400
+    wire = torch.zeros(codec.nbytes(size), dtype=torch.uint8)
+    for draw in range(draws):
+        decoded = torch.zeros(size)
+        codec.encode(values, wire, Draw(seed=draw))
+        codec.decode(wire, decoded)
+        mean += decoded / draws
+    assert torch.equal(decoded[:128].abs(), values[:128].abs().max().expand(min(size, 128)))
+    # The standard deviation of a value is at most the largest magnitude.
+    assert (mean - values).abs().max() < 6 * values.abs().max() / draws**0.5 + 1e-6
+    sums = decoded.clone()
+    codec.decode(wire, sums, add=True)
+    assert torch.equal(sums, 2 * decoded)
+
+
 @pytest.mark.parametrize("shape", [(8, 4, 3, 3), (8, 4), (8,)])
 def test_codecs_of_convolutions_leave_other_layers_in_fp32(shape: tuple[int, ...]) -> None:
     codec = codec_parameters.QSGD

@@ -3,7 +3,8 @@
 A row is the mean over all seeds: final "accuracy" and its standard "deviation", "points" is the
 difference to FP32 in percentage points and "error" its standard error, "each" lists the seeds'
 accuracies, "loss" gives rank 0's mean loss in twentieths of the training, and "loss above" the mean
-of the last tenth minus FP32's, with its standard error "loss error". "sent" is the number of bytes
+of the last tenth minus FP32's, with its standard error "loss error"; None if a training diverged.
+"sent" is the number of bytes
 relative to FP32, and "noise" the squared coding error relative to the squared gradient, from every
 hundredth step.
 
@@ -127,8 +128,12 @@ class CodecTrainings:
         means = {
             name: statistics.fmean(run[name] for run in runs)
             for name in ("sent", "noise")
-            if all(name in run for run in runs)
+            if all(math.isfinite(run.get(name, math.nan)) for run in runs)
         }
+        converged = all(map(math.isfinite, losses))
+        segments = [
+            statistics.fmean(part) for part in zip(*(run["loss"] for run in runs), strict=True)
+        ]
         return {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "size": by_size(self._options.quick, "a few steps", SIZES[task]),
@@ -138,12 +143,10 @@ class CodecTrainings:
             "deviation": deviation(each),
             **beside(each, [run["accuracy"] for run in full]),
             "each": each,
-            "loss above": statistics.fmean(losses),
-            "loss error": deviation(losses) / math.sqrt(len(losses)),
+            "loss above": statistics.fmean(losses) if converged else None,
+            "loss error": deviation(losses) / math.sqrt(len(losses)) if converged else None,
             **means,
-            "loss": [
-                statistics.fmean(part) for part in zip(*(run["loss"] for run in runs), strict=True)
-            ],
+            "loss": [value if math.isfinite(value) else None for value in segments],
         }
 
     def _ordered(self) -> list[dict[str, Any]]:

@@ -72,19 +72,20 @@ def resnet(classes: int, width: int = 8) -> nn.Module:
     return ResNet(classes, width=width)
 
 
-def vgg_bn(classes: int, width: int = 8) -> nn.Module:
-    """Return a VGG with batch norm (Simonyan and Zisserman) for images of one channel.
+def vgg(classes: int, width: int = 8, batch_norm: bool = True) -> nn.Module:
+    """Return a VGG (Simonyan and Zisserman) for images of one channel.
 
     It has six convolutions, three max poolings and one linear layer.
     """
     first, second, third = width, 2 * width, 4 * width
-    layers = vgg_layers(first, first, 0, second, second, 0, third, third, 0, channels=1)
+    widths = (first, first, 0, second, second, 0, third, third, 0)
+    layers = vgg_layers(*widths, channels=1, batch_norm=batch_norm)
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(third, classes))
 
 
 NETWORKS = {
     "ResNet-8": Network(resnet, 0.2, lambda classes: resnet(classes, width=128)),
-    "VGG-6-BN": Network(vgg_bn, 0.1, lambda classes: vgg_bn(classes, width=128)),
+    "VGG-6-BN": Network(vgg, 0.1, lambda classes: vgg(classes, width=128)),
 }
 
 
