@@ -13,10 +13,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.source_files import BENCHMARKS, PRODUCT, ROOT, python_files
+from tests.support.source_files import BENCHMARKS, PRODUCT, ROOT, TESTS, python_files
 
 SOURCES = python_files(PRODUCT)
-NAMED = {"product": SOURCES, "benchmarks": python_files(BENCHMARKS)}
+NAMED = {
+    "product": SOURCES,
+    "benchmarks": python_files(BENCHMARKS),
+    "tests": python_files(TESTS),
+}
 
 NO_VARIABLES = frozenset(
     "found at one own how what which given known taken told kept held seen asked said whole alike "
@@ -39,7 +43,10 @@ NO_CLASSES_OR_FILES = frozenset(
 CLASSES = frozenset({"PlannedCast"})
 """Exceptions: classes with a participle before a noun that names the thing."""
 
-MOST_FIELDS = {"product": 80, "benchmarks": 0}
+MOST_VARIABLES = {"product": 0, "benchmarks": 0, "tests": 286}
+"""Local variables and parameters that still have such a name. Lower it; never raise it."""
+
+MOST_FIELDS = {"product": 80, "benchmarks": 0, "tests": 3}
 """Fields of classes and module variables that still have such a name. Lower it; never raise it.
 
 Many of the fields are keys of files.
@@ -85,7 +92,8 @@ def _places(folders: str, scopes: frozenset[str]) -> list[str]:
 
 @pytest.mark.parametrize("folders", NAMED)
 def test_local_variables_and_parameters_say_what_they_are(folders: str) -> None:
-    assert _places(folders, frozenset({"function"})) == []
+    places = _places(folders, frozenset({"function"}))
+    assert len(places) <= MOST_VARIABLES[folders], places
 
 
 @pytest.mark.parametrize("folders", NAMED)

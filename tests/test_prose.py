@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.source_files import BENCHMARKS, PRODUCT, ROOT, python_files
+from tests.support.source_files import BENCHMARKS, PRODUCT, ROOT, TESTS, python_files
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ PATTERNS = (
     ),
 )
 
-CODE = {"product": PRODUCT, "benchmarks": BENCHMARKS, "native": ("cpp",)}
+CODE = {"product": PRODUCT, "benchmarks": BENCHMARKS, "tests": TESTS, "native": ("cpp",)}
 
 CONDITIONAL_EXPRESSIONS = {"product": 10.0, "benchmarks": 10.0}
 """Limits per 1,000 lines: `a if c else b` hides control flow. Lower them; never raise them."""

@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("qsync_fx", "passes", "backend")
 BENCHMARKS = ("benchmarks", "examples")
+TESTS = ("tests",)
 
 
 def python_files(folders: tuple[str, ...]) -> list[Path]:
