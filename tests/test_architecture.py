@@ -224,7 +224,7 @@ def test_imports_follow_the_layers() -> None:
         for imported in imported_modules(path) - set(FACADES):
             below, other = layer(imported)
             assert other == package or below < number, (
-                f"{module} imports {imported}, which is not below it"
+                f"{module} imports {imported}, which is not in a lower layer"
             )
 
 
@@ -235,9 +235,9 @@ def test_import_cycles_are_short() -> None:
             (module, imported) for imported in imported_modules(path) - set(FACADES)
         )
     graph.remove_nodes_from(FACADES)
-    assert graph.number_of_edges() > len(MODULES), "imports are found"
+    assert graph.number_of_edges() > len(MODULES), "the import graph is not empty"
     for cycle in nx.strongly_connected_components(graph):
-        assert len(cycle) <= LONGEST_CYCLE, f"these files import one another: {sorted(cycle)}"
+        assert len(cycle) <= LONGEST_CYCLE, f"the import cycle is too long: {sorted(cycle)}"
 
 
 def test_siblings_are_loaded_without_cycles() -> None:
@@ -384,7 +384,9 @@ def test_torch_has_the_private_names() -> None:
             missing[name] = str(error)
     assert not missing, f"torch {torch.__version__} lacks these private names"
     unused = torch_internals.PATHS.keys() - {name.partition(".")[0] for name in read}
-    assert unused == {"_empty_strided_cpu"}, "the first is read by getattr; delete the others"
+    assert unused == {"_empty_strided_cpu"}, (
+        "_empty_strided_cpu is read by getattr; delete the other unused names"
+    )
 
 
 def test_types_of_private_names_are_those_of_the_table() -> None:

@@ -192,7 +192,7 @@ def test_every_block_of_python_is_used() -> None:
         for block in pages.blocks(path.read_text()):
             used = block.runs or {"file", "package"} & block.values.keys()
             assert used or block.language != "python", (
-                f"{path.name} has code that does not run:\n{block.text}"
+                f"{path.name} has a Python block that is never executed:\n{block.text}"
             )
 
 
@@ -222,7 +222,9 @@ def test_links_to_code_are_called_like_the_file() -> None:
     source = r"[^\])#\s]+\.(?:py|cpp|h|cuh)"
     for path in PAGES.values():
         for label, target in re.findall(rf"\[({source})\]\(({source})\)", path.read_text()):
-            assert Path(label).name == Path(target).name, f"{path.name}: {label} leads to {target}"
+            assert Path(label).name == Path(target).name, (
+                f"{path.name}: the label {label} links to {target}"
+            )
 
 
 def headings(path: Path) -> list[str]:

@@ -55,8 +55,8 @@ def error_of(model: nn.Module, *inputs: Any, **options: Any) -> QSyncError:
     for word in ("TORCHDYNAMO", "TORCH_LOGS", "BackendCompilerFailed", "qsync raised"):
         assert word not in str(error)
     assert error.what
-    assert error.where, f"says not where: {error}"
-    assert error.do, f"says not what to do: {error}"
+    assert error.where, f"the error has no location: {error}"
+    assert error.do, f"the error has no remedy: {error}"
     assert str(error) == f"{error.what}\n  where: {error.where}\n  do:    {error.do}"
     again = pickle.loads(pickle.dumps(error))
     assert isinstance(again, QSyncError)

@@ -27,7 +27,9 @@ def test_schema_equals_the_dataclass(name: str) -> None:
     if os.environ.get("QSYNC_UPDATE_DOCS"):
         path.write_text(text)
     jsonschema.Draft202012Validator.check_schema(json.loads(text))
-    assert path.read_text() == text, "QSYNC_UPDATE_DOCS=1 pytest tests/test_file_schemas.py"
+    assert path.read_text() == text, (
+        "the schema is out of date: QSYNC_UPDATE_DOCS=1 pytest tests/test_file_schemas.py"
+    )
 
 
 def validate(name: str, value: object) -> None:

@@ -154,5 +154,5 @@ def test_folders_are_few_and_flat() -> None:
         init = folder / "__init__.py"
         plugins = init.exists() and "listed_in_modules(__name__" in init.read_text()
         assert len(members) >= 3 or plugins, (
-            f"{folder} has {len(members)} modules and packages: no folder of one or two"
+            f"{folder} has {len(members)} modules and packages; at least three are required"
         )

@@ -167,14 +167,12 @@ def test_every_option_is_documented() -> None:
     for name, choices in _CHOICES.items():
         for choice in choices:
             assert f'"{choice}"' in DOCUMENTED[name], (
-                "the text of an option names each value that it takes"
+                "the text of an option lists each of its values"
             )
         assert f'"{fields[name].default}" (default' in DOCUMENTED[name]
     for name, field in fields.items():
         if isinstance(field.default, str):
-            assert name in _CHOICES, (
-                "an option with a word for its default has a list of the words it takes"
-            )
+            assert name in _CHOICES, "an option with a string default has a list of its values"
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_rotation_is_chosen_only_where_it_lowers_the_variance() -> None:
     fastest = qsync_fx.find_plan(
         {"t4": profile}, cluster, objective="fastest", budget=1e9, **request
     )
-    assert set(fastest.codecs.values()) == {"qsgd4"}, "it takes fewer seconds"
+    assert set(fastest.codecs.values()) == {"qsgd4"}, "qsgd4 is faster than qsgd4h"
     limit = 1.01 * fastest.evaluation.seconds
     answer = qsync_fx.find_plan({"t4": profile}, cluster, target=limit, **request)
     assert answer.codecs["layers.0.weight"] == "qsgd4h"
@@ -136,11 +136,11 @@ def test_codecs_apply_to_the_traffic_between_nodes(
     )  # type: ignore[arg-type]
     assert answer.codecs == flat.codecs
     assert answer.evaluation.coding == pytest.approx(flat.evaluation.coding), (
-        "two nodes code two means"
+        "coding on two nodes takes as long as on two ranks"
     )
     heads = 3 * HEADER * len(answer.evaluation.codecs) / 1e4
     assert answer.evaluation.seconds == pytest.approx(flat.evaluation.seconds + heads, rel=1e-4), (
-        "a node sends what a rank would, by four"
+        "the four ranks of a node send the bytes of one rank, with four headers"
     )
     assert PlanNoteKind.BETWEEN_NODES in {note.kind for note in answer.notes}
     assert "hierarchical=True" in str(answer)
@@ -354,7 +354,7 @@ def test_codec_variance_requires_no_extra_step() -> None:
     model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 5))
     result = qsync_fx.sensitivity(model, step, [torch.randn(16, 40)], "paper", ("bf16",), steps=1)
     assert result.gradients.keys() == dict(model.named_parameters()).keys()
-    assert len(calls) == 2, "the pass that made the graphs, and that of the method"
+    assert len(calls) == 2, "one step captures the graphs, one computes the sensitivity"
 
 
 def test_stretches_of_a_large_gradient_stand_for_all_of_it() -> None:

@@ -83,7 +83,7 @@ def rounds_with(*factors: float, limit: int = 3) -> PlanResult:
         after = ran(profile, rounds.answer, left.pop(0))
         rounds.learn({"t4": after}, {"t4": profile}, {"t4": after})
         profile = after
-    assert not left, "as many rounds as there are factors"
+    assert not left, "the number of rounds equals the number of factors"
     return rounds.answer
 
 
@@ -119,7 +119,7 @@ def test_repeated_plan_ends_the_rounds_with_its_measurement() -> None:
     answer = rounds_with(1.04)
     assert answer.plans == solve({"t4": reckoned()}).plans and answer.ran == 1
     assert answer.evaluation.seconds == pytest.approx(answer.trials[0][0].measured, rel=1e-3), (
-        "as corrected"
+        "the prediction is corrected to the measured time"
     )
 
 

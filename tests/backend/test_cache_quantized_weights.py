@@ -176,13 +176,13 @@ def test_weight_copies_of_other_shapes_and_evaluation(
     )
     for rows in (4, 6, 4):
         compiled(*images(1, rows)).sum().backward()
-    assert len(made) == 4, "another graph reads the copies of the first"
+    assert len(made) == 4, "graphs share the quantized weights"
     with torch.inference_mode():
         compiled(*images(1))
         compiled(*images(1))
-    assert len(made) == 8, "evaluation rounds to nearest"
+    assert len(made) == 8, "evaluation has its own copies, rounded to nearest"
     compiled(*images(1)).sum().backward()
-    assert len(made) == 8, "and leaves what training reads as it was"
+    assert len(made) == 8, "evaluation preserves the copies of training"
 
 
 @pytest.mark.parametrize("inner_backend", INNERS)
@@ -211,7 +211,7 @@ def test_a_weight_that_was_changed_is_read_as_it_is(
         assert torch.equal(after, -before)
         write(layer)
         assert torch.equal(compiled(x), before), (
-            "a weight that is not trusted any more is read in each pass"
+            "a weight with uncounted writes is quantized in each pass"
         )
     messages = [w for w in recwarn.list if "modified without torch noticing" in str(w.message)]
     assert len(messages) == (name in UNCOUNTED)

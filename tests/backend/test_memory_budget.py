@@ -155,7 +155,9 @@ def test_the_budget_of_a_plan_is_active_unless_the_option_is_set() -> None:
     assert (part.memory_budget, part.active_memory_budget) == (None, 0.25)
     other = Options.parse({"plan": PLAN, "device_class": "a10"})
     assert other.active_memory_budget is None
-    assert part != other and part.plan == other.plan, "they compile to different code"
+    assert part != other and part.plan == other.plan, (
+        "options with different memory budgets are not equal"
+    )
     assert replace(other, plan=part.plan) == replace(part, device_class="a10")
     assert replace(part, memory_budget=0.75).active_memory_budget == 0.75
     assert Options().active_memory_budget is None

@@ -89,4 +89,4 @@ def test_it_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
         numeric_guards, "_finite", lambda gradients: looked.append(len(gradients)) or True
     )
     assert trained("fp16", loss=1.0, steps=9) == []
-    assert looked == [4] * 4, "in steps 1, 2, 4 and 8"
+    assert looked == [4] * 4, "gradients are checked in steps 1, 2, 4 and 8"

@@ -56,7 +56,7 @@ def test_pair_in_one_process_is_bit_equal_to_two_ranks(tmp_path: Path) -> None:
             assert torch.equal(tensor, state[name]), (rank, name)
     first, second = (dict(replica.named_buffers()) for replica in pair.replicas)
     assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"]), (
-        "each has statistics of its own"
+        "each replica has separate batch statistics"
     )
 
 
@@ -75,7 +75,7 @@ def test_plan_of_the_wide_network_covers_the_trained_operators() -> None:
 
     analysis = look(network(64))
     assert max(parameter.numel for parameter in analysis.graphs["t4"].parameters) == 8 * 64, (
-        "what is planned for is wide"
+        "the plan is for the wide network"
     )
     perturbed = {
         name
@@ -172,9 +172,9 @@ def test_networks_are_trained_with_codecs_and_fp32(tmp_path: Path) -> None:
     assert rows["fp32"]["points"] == 0.0
     losses = {method: row["loss"] for method, row in rows.items()}
     assert len({loss[0] for loss in losses.values()}) == 1, (
-        "all begin with the same weights and batch"
+        "all runs begin with the same weights and batch"
     )
-    assert losses["qsgd2"] != losses["fp32"] != losses["duo4"], "and codecs leave their mark"
+    assert losses["qsgd2"] != losses["fp32"] != losses["duo4"], "codecs change the losses"
     assert 0.06 < rows["qsgd2"]["sent"] < 0.1 < rows["duo4"]["sent"] < 0.15
 
 

@@ -80,7 +80,7 @@ def test_operators_of_one_kind(kind: Kind, capsys: pytest.CaptureFixture[str]) -
     kinds = [operator["kind"] for operator in json.loads(capsys.readouterr().out)["operators"]]
     assert kinds == [kind] * {"adjustable": 2, "dependent": 3, "fixed": 0}[kind]
     assert f"{len(kinds)} of 5 operators are {kind} and shown" in table
-    assert "2 adjustable operators: 2 in" in table, "the notes are about the whole model"
+    assert "2 adjustable operators: 2 in" in table, "notes cover all operators of the model"
 
 
 def test_a_graph_is_not_cut_down_to_a_kind(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         "fp32",
         "fp32",
     )
-    assert body["flops"] == 2 * (2 * 3 * 8 * 16), "its result and the gradient of its weight"
+    assert body["flops"] == 2 * (2 * 3 * 8 * 16), "FLOPs include the output and the weight gradient"
     assert body["reason"] == "plan: uniform fp32"
     assert (
         body["source"]["code"] == "return self.head(self.dropout(torch.relu(self.body(x)))) * scale"
@@ -206,7 +206,7 @@ def fits(text: str) -> None:
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "body/linear" in text
     assert "…" not in text
-    assert "flops" not in text, "costs give way where there is no room"
+    assert "flops" not in text, "cost columns are omitted from narrow tables"
 
 
 def test_columns_sets_the_width_of_a_table_in_a_pipe(
@@ -228,7 +228,7 @@ def test_columns_sets_the_width_of_a_table_in_a_pipe(
     rows = " ".join(line[column:] for line in table.splitlines())
     assert "an activation function: it takes the precision of its inputs" in " ".join(
         rows.split()
-    ), "reasons wrap"
+    ), "long reasons are wrapped"
     monkeypatch.setenv("COLUMNS", "30")
     assert run(*arguments) == 0
     table = capsys.readouterr().out

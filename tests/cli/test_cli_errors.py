@@ -178,7 +178,7 @@ def test_errors_have_three_lines(
     (folder / "cut.json").write_text('{"format": "qsync-plan", "ver')
     Plan("int8", [("heads", "fp32")]).save("whole.json")
     lines = fails(capsys, "inspect", "models_of_test:small", *arguments)
-    assert len(lines) in (2, 3), "what, where it is known where, and do"
+    assert len(lines) in (2, 3), "an error has the lines what, where (if known) and do"
     assert lines[0].startswith(f"qsync: {what}")
     assert lines[-1].startswith(f"  do:    {do}")
 

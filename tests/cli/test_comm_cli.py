@@ -126,7 +126,7 @@ def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> 
     pairs = zip(result["codecs"], by_host["codecs"], strict=True)
     assert all(
         device_row["coding"] < host_row["coding"] for device_row, host_row in [*pairs][1:]
-    ), "no copies"
+    ), "coding on the device needs no copies to the host"
     rows = {row["codec"]: row for row in result["codecs"]}
     values = 2 * 512 * 2048 + 2048 + 512
     assert rows["none"]["bytes"] == rows["none"]["bytes_inside"] == pytest.approx(1.5 * 4 * values)

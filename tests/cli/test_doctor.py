@@ -110,7 +110,7 @@ def test_broken_nvcc_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("QSYNC_NVCC", str(tmp_path / "nvcc"))
     text = shown(home.machine_table())
     assert f"QSYNC_NVCC={tmp_path}/nvcc" in text
-    assert "host compiler" not in text, "which one would do depends on nvcc"
+    assert "host compiler" not in text, "the suitable host compiler depends on nvcc"
 
 
 def test_cutlass_headers_are_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,5 +154,5 @@ def test_invalid_cpu_isa_is_reported_last_and_sets_the_exit_status() -> None:
     (row,) = (line for line in done.stdout.splitlines() if line.startswith("int8 "))
     assert "QSYNC_CPU_ISA is invalid" in row and "native" not in row.replace("native module", "")
     assert "threads for this process, kernels use 1" in done.stdout, (
-        "OMP_NUM_THREADS is what they go by"
+        "kernels use OMP_NUM_THREADS threads"
     )

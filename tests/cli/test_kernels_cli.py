@@ -114,11 +114,11 @@ def test_build_compiles_kernels_of_a_model_for_another_machine(
     assert names == ["copy", "gemm", "quantize"]
     assert all(entry.manifest.name in captured.out for entry in built_entries)
     assert f"3 kernels for sm_80 in {Path('carried').absolute()}" in captured.err
-    assert not empty.exists(), "the cache has no part in it"
+    assert not empty.exists(), "a build with --output does not use the cache"
 
     assert run(*arguments) == 0
     assert [kernel_cache.read(entry.folder) for entry in built_entries] == built_entries, (
-        "what is there is not compiled again"
+        "existing kernels are not recompiled"
     )
 
     monkeypatch.setenv("QSYNC_KERNELS_PATH", str(Path("carried").absolute()))
@@ -200,7 +200,7 @@ def test_an_empty_cache(empty: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run("list", "--json") == 0
     assert json.loads(capsys.readouterr().out) == []
     assert run("clear") == 0
-    assert not empty.exists(), "looking makes no folder"
+    assert not empty.exists(), "list and clear create no folder"
 
 
 @needs_nvcc
@@ -262,7 +262,7 @@ def test_clears_by_age_and_all(full: Path, capsys: pytest.CaptureFixture[str]) -
     assert run("clear") == 0
     assert "removed 1 kernel, 0.0 MB" in capsys.readouterr().err
     assert names(full) == set()
-    assert (full / "tuning").is_dir(), "it is not of the kernels"
+    assert (full / "tuning").is_dir(), "clear keeps the tuning tables"
 
 
 @needs_nvcc

@@ -202,7 +202,7 @@ def test_patterns_select_operators_as_in_plans(
     assert main(planned(files, *both, "--device", "b", "-o", str(out), "--json")) == 0
     result = json.loads(capsys.readouterr().out)
     assert [steps[0]["operator"] for steps in result["explain"]] == ["0/linear", "2/linear"], (
-        "each once"
+        "each operator is explained once"
     )
     plan = ClusterPlan.load(out).classes["b"]
     assert {str(op): str(fmt) for op, fmt in plan.operators.items()} == {
@@ -242,7 +242,7 @@ def test_a_model_alone_is_measured_and_its_plan_run(
     for more in (["net_at_hand:linear", "--repeats", "0"], []):
         assert main(["plan", *more, "--profile", "cpu.json", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["trials"] == [], (
-            "a profile alone has nothing to run"
+            "no plan is run without a model or with --repeats 0"
         )
     assert main(["plan", "--profile", "cpu.json", "--repeats", "1"]) == 2
     assert "--max-replans runs the plan, which requires the model" in capsys.readouterr().err

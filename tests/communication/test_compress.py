@@ -120,7 +120,7 @@ def test_resumed_training_is_bit_equal(world: int, tmp_path: Path) -> None:
     assert all(other == first for other in others)
     for codec, (expected, again, without) in first.items():
         assert again == expected, codec
-        assert without != expected, "what was left of gradients, or the random stream, counts"
+        assert without != expected, "training depends on the saved error feedback or random stream"
     if world == 2:
         for result in run("loaded", 3, tmp_path / "more", where=str(tmp_path)):
             assert len(result["warned"]) == 1
@@ -147,7 +147,7 @@ def test_replicas_stay_equal(world: int, tmp_path: Path) -> None:
     assert all(value is True for name, value in first.items() if isinstance(value, bool)), first
     for codec in ("1bit*", "1bit", "qsgd8", "fp16"):
         assert first[f"scale {codec}"] == 4, (
-            "the step with an infinity on one rank was skipped on all, and it alone"
+            "all ranks skip only the step with an infinity on one rank"
         )
 
 
@@ -162,7 +162,7 @@ def test_any_size_is_coded_and_nan_reaches_all_ranks(world: int, tmp_path: Path)
         result = first[codec]
         assert result["coded"] == [1197, 0]
         assert 700 in result["nan"], codec
-        assert len(result["nan"]) <= unit, "and no further than the unit that it is in"
+        assert len(result["nan"]) <= unit, "NaN affects only its unit of the codec"
         assert result["others"], codec
 
 

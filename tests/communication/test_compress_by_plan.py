@@ -57,7 +57,7 @@ def test_codecs_change_in_the_middle_of_a_training(world: int, tmp_path: Path) -
     """Replanning changes codecs like this; no part of a gradient is lost."""
     for result in run("changed", world, tmp_path):
         exact = [index for index, distance in enumerate(result["apart"]) if distance < 1e-5]
-        assert exact == [0, 3, 6], "where all has gone in FP32 at last"
+        assert exact == [0, 3, 6], "only FP32 stages end with exact parameters"
         assert result["left"] == [
             [],
             ["first", "second"],
@@ -68,9 +68,7 @@ def test_codecs_change_in_the_middle_of_a_training(world: int, tmp_path: Path) -
             [],
         ]
         before = result["buckets"]
-        assert before[0] == 0, (
-            "DistributedDataParallel sends gradients itself as long as nothing is coded"
-        )
+        assert before[0] == 0, "DistributedDataParallel reduces gradients itself without codecs"
         assert all(early < late for early, late in itertools.pairwise(before))
         assert "a plan without codecs" in result["told"]
         assert "uncompressed" not in result["told"]
@@ -100,7 +98,7 @@ def test_error_of_one_rank_is_raised_on_all(world: int, tmp_path: Path) -> None:
         ("argument", "OptionError", "check_every must be a number of steps, not -1"),
         ("optimizer", "OptionError", "requires a torch.optim.Optimizer"),
     ):
-        assert second[name]["kind"] == kind, "its own error stays what it is"
+        assert second[name]["kind"] == kind, "the failing rank raises its own error"
         assert text in second[name]["text"], name
         for other in (first, *others):
             assert other[name]["kind"] == "RankError", name
@@ -108,5 +106,5 @@ def test_error_of_one_rank_is_raised_on_all(world: int, tmp_path: Path) -> None:
             assert f"rank 1 has failed: {kind}" in other[name]["text"]
             assert text in other[name]["text"], name
     assert len({rank["after"] for rank in (first, second, *others)}) == 1, (
-        "what comes next meets as ever"
+        "later collectives match on all ranks"
     )

@@ -108,7 +108,7 @@ def test_next_step_is_predicted_from_the_latest_equal_step() -> None:
         run(number, [1000, 2000], gap)
     run(3, [1000, 3000], 0.5)
     assert [entry.gap for entry in controller.log][-2:] == [pytest.approx(0.1), None], (
-        "a bucket that is new is sent whole"
+        "a new bucket has no predicted gap and is sent in full precision"
     )
     assert controller.ratio == 1.0
     run(4, [1000, 3000], 0.5)

@@ -108,7 +108,7 @@ def test_resumed_training_is_bit_equal(tmp_path: Path) -> None:
     assert all(other["end"] == first_loaded["end"] for other in others_loaded)
     assert first_loaded["outstanding"]
     assert first_loaded["warned"] == 0, (
-        "nothing of a rank is dropped: what is outstanding is that of all"
+        "outstanding updates are those of all ranks, so none is dropped"
     )
     assert "the state belongs to Duo(fast=Qsgd(bits=2" in first_loaded["refused"]
 

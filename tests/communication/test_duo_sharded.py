@@ -85,7 +85,7 @@ def test_rank_stores_its_shard_of_the_optimizer_state(world: int, tmp_path: Path
     for result in results:
         assert result["ours"] < 1.15 * total / world
         assert result["held"] < 1.15 * 2 * total / world + 1000, (
-            "AdamW keeps two values of each, DUO two more"
+            "AdamW stores two values per parameter, DUO two more"
         )
         headers = 3 * 20 * 40 * world
         for wire, raw, theory in zip(result["wire"], result["raw"], result["theory"], strict=True):

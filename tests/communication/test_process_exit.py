@@ -38,6 +38,6 @@ def test_process_exit_status_is_preserved(
     logs = "\n".join(rank.log for rank in ended)
     assert [rank.code for rank in ended] == CODES.get(ending, [0, 0, 0]), logs
     assert all("qsync communication" in rank.result for rank in ended), (
-        "the thread whose end this is about"
+        "the communication thread is running at the exit"
     )
     assert "terminate called" not in logs

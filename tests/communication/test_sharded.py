@@ -35,7 +35,9 @@ def test_codecs_reduce_and_scatter(world: int, codecs: list[str], tmp_path: Path
             }.get(name, 2)
             assert result["finite"]
             assert result["steps"] == 4
-            assert result["buckets"] == 4 * 4, "three blocks and the rest"
+            assert result["buckets"] == 4 * 4, (
+                "each of four steps has a bucket per block and one for the root"
+            )
             wire, raw, theory = result["wire"]
             assert wire <= 1.03 * theory + 100 * result["buckets"] * (world - 1), name
             assert (result["variance"] == 0) == (name == "fp32")
@@ -76,7 +78,7 @@ def test_sharded_training_settings(world: int, tmp_path: Path) -> None:
         assert rank["accumulates"] < 1e-5
         assert rank["unused"] and rank["bf16"] and rank["compiled"]
         assert "set_reduce_scatter_unused_params" in rank["unused with a residual"]["text"]
-    assert all(rank["infinity"] for rank in results), "an infinity on one rank reaches all of them"
+    assert all(rank["infinity"] for rank in results), "an infinity on one rank reaches all ranks"
 
 
 @tiers.ALL

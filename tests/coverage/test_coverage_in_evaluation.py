@@ -57,7 +57,7 @@ def test_typo_is_reported_in_evaluation(how: str) -> None:
         )():
             run(x)
 
-    assert told(call) == [], "other graphs of the model may still show it"
+    assert told(call) == [], "a later graph of the model may contain the operator"
     (text,) = told(call, times=3)
     assert "the operator second/lineer (bf16) matches no operator that a plan decides on" in text
     assert "nearest: second/linear" in text

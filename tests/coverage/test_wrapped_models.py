@@ -245,7 +245,7 @@ def test_rules_outside_the_blocks_are_reported() -> None:
         model,
     )
     assert "head (Linear): torch.compile was not given it" in message
-    assert "stem" not in message, "a default counts for what is compiled"
+    assert "stem" not in message, "the default precision applies only to compiled modules"
 
 
 def test_blocks_with_a_root() -> None:
@@ -266,7 +266,7 @@ def test_blocks_with_a_root() -> None:
         name: fmt for name, fmt in wanted.items() if name.startswith("blocks.1")
     }
     assert "the pattern 'head' (fp32) matches no operator" in messages[0], (
-        "the rest of the model is not known"
+        "modules outside of the root are unknown"
     )
 
 

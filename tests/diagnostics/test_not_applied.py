@@ -172,7 +172,7 @@ def test_the_limit_of_versions() -> None:
         with pytest.raises(PlanError, match="recompile_limit"):
             fast(torch.randn(4, 16))
     assert uncovered(model) == {"layer": "limit"}
-    assert qsync_fx.plan_coverage(model).operators, "what was compiled before runs on"
+    assert qsync_fx.plan_coverage(model).operators, "versions compiled before the limit still run"
 
 
 @pytest.mark.parametrize(

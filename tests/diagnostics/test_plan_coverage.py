@@ -60,7 +60,7 @@ def test_every_module_has_its_running_formats() -> None:
     assert not coverage.uncovered
     text = str(coverage)
     assert "head/linear" in text
-    assert "test_plan_coverage.py" not in text, "the lines are those of the model"
+    assert "test_plan_coverage.py" not in text, "source lines are those of the model"
     assert text.endswith("all that is planned is applied")
 
 
@@ -91,7 +91,7 @@ def test_plan_is_not_applied_before_the_first_call(options: dict[str, Any]) -> N
     assert str(after).endswith("all that is planned is applied")
     assert "yet" not in str(after)
     torch._dynamo.reset()
-    assert not qsync_fx.plan_coverage(fast).called, "its code is gone"
+    assert not qsync_fx.plan_coverage(fast).called, "torch._dynamo.reset discards the compiled code"
 
 
 def test_a_part_that_is_compiled_by_itself_and_was_not_called() -> None:
@@ -172,7 +172,7 @@ def test_models_of_torch_classes_share_compiled_code() -> None:
     first = trained(16)
     assert first == ["0/linear bf16", "1/relu bf16", "2/linear bf16"]
     assert trained(16) == first
-    assert trained(8) == first, "which needs code of its own"
+    assert trained(8) == first, "a model of another width is compiled separately"
 
 
 def test_the_options_of_the_last_compilation_count() -> None:
@@ -204,7 +204,7 @@ def test_a_plan_file_is_read_once(tmp_path: Any) -> None:
             if ran.kind == "adjustable"
         } == {"int8"}
     assert options == {"plan": path, "inner_backend": "eager"}, (
-        "the user's dictionary is the user's"
+        "torch.compile does not change the user's options"
     )
     with pytest.raises(PlanError, match=r"plan\.json"):
         torch.compile(model, backend="qsync", options=options)
@@ -286,7 +286,7 @@ def test_explain_lists_modules_outside_graphs() -> None:
     text = str(explanation)
     assert "inner.second (Linear)   in no graph   as written (not int8)" in text
     assert "remove torch.compiler.disable" in text
-    assert uncovered(model)["inner.first"] == "not given", "explaining is not compiling"
+    assert uncovered(model)["inner.first"] == "not given", "explain does not compile the model"
     plan = Plan("int8", patterns=[("inner", "fp32")])
     assert not any(
         module.lost for module in qsync_fx.explain(model, x, options={"plan": plan}).uncovered

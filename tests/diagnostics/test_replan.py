@@ -78,7 +78,7 @@ def test_replan_equals_a_new_explanation(name: str) -> None:
         assert again.plan() == fresh.plan()
         assert str(again) == str(fresh)
     assert (said(first), first.graph("lower")) == before, (
-        "the explanation that was asked is as it was"
+        "replanning does not change the original explanation"
     )
 
 

@@ -63,7 +63,7 @@ def test_every_sample_has_one_rank_and_every_rank_all_steps(
             )
     first = min(2, steps)
     for member, row in zip(members, rows, strict=True):
-        assert list(member) == row, "an order is reproducible"
+        assert list(member) == row, "the order of samples is reproducible"
         member.set_epoch(epoch, first)
         assert (len(member), list(member)) == (steps - first, row[first:])
 

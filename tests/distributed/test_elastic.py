@@ -135,7 +135,7 @@ def test_ranks_that_leave_and_join_have_a_plan_for_the_world_that_is(tmp_path: P
         )
         (survivor,) = (report for report in alone if report["world"] == 1)
         assert survivor["ranks"] == ["fast"]
-        assert survivor["done"] >= 8, "from the checkpoint of two ranks"
+        assert survivor["done"] >= 8, "training resumes from the checkpoint of two ranks"
         assert survivor["done"] % 4 == 0
 
         with node(tmp_path, port, slow, host=False):

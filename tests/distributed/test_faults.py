@@ -25,7 +25,7 @@ def test_error_of_one_rank_is_reported_on_both(tmp_path: Path) -> None:
     assert "rank 1 has another version than rank 0" in ours["version"][1]
 
     plan = ClusterPlan.from_json(ours["twice"]["plan"])
-    assert plan.ranks == ("both", "both"), "one class, of which there are two"
+    assert plan.ranks == ("both", "both"), "one class has both ranks"
     assert set(plan.classes) == {"both"}
     assert ours["twice"] == theirs["twice"]
 
@@ -38,7 +38,9 @@ def test_error_of_one_rank_is_reported_on_both(tmp_path: Path) -> None:
         assert theirs[fault][0] == "RankError"
         assert f"rank 0 has failed: {ours[fault][0]}" in theirs[fault][1]
         assert ours[fault][0] in (error, "PlanError")
-    assert ClusterPlan.load(tmp_path / "plan.json") == plan, "the old one"
+    assert ClusterPlan.load(tmp_path / "plan.json") == plan, (
+        "the plan file is unchanged after a fault"
+    )
     for fault in ("truncated", "nan"):
         assert theirs[fault][0] == "ProfileError", theirs[fault]
         assert "rank 1 has failed: ProfileError" in ours[fault][1]

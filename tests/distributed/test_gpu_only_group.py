@@ -15,9 +15,9 @@ def test_ranks_measure_one_another(tmp_path: Path) -> None:
         "measured", 2, tmp_path, script="cpuless_rank.py", backend="cuda:gloo"
     )
     assert "No backend type associated with device type cpu" in first["refused"][0]
-    assert all(first["refused"]), "nothing of what was measured could go over the group"
+    assert all(first["refused"]), "the default group rejects CPU tensors and objects"
     assert first["routes"] == [["meta", True], ["meta", True], ["cpu", False]], (
-        "what is measured, twice, then seconds"
+        "two all-reduces on the GPU, then one of their times on the CPU"
     )
     assert first["numbers"] == second["numbers"]
     assert "qsgd8" in first["ways"]

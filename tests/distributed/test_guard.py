@@ -60,8 +60,8 @@ def test_difference_is_named_on_every_rank(tmp_path: Path) -> None:
         assert ours[name]["what"] == f"rank 1 has another {section} than rank 0"
         assert where in ours[name]["where"]
         assert ours[name]["do"]
-        assert theirs[name] == ours[name], "every rank is told the same"
-    assert ours["trained"] == theirs["trained"], "to the last bit"
+        assert theirs[name] == ours[name], "every rank raises the same error"
+    assert ours["trained"] == theirs["trained"], "weights are bit-identical on all ranks"
     assert (ours["classes"], theirs["classes"]) == (["fp32"], ["bf16", "int8"])
     assert ours["replicas"] == theirs["replicas"]
     assert ours["replicas"]["where"] == "1.bias"
@@ -76,7 +76,7 @@ def test_layer_reached_by_other_ranks_is_not_reported(tmp_path: Path) -> None:
     for rank in ended:
         assert rank.result["others"]["told"] == [[], [], [], []]
         assert rank.result["others"]["left"] == ["beside"], (
-            "called by nobody, and compiled once it is"
+            "only the layer that no rank calls is uncovered"
         )
         once, again, *later = rank.result["beside"]["told"]
         assert (once, later) == ([], [[], []])
@@ -118,7 +118,7 @@ def test_a_rank_that_fails_is_named_on_the_others(
             line for rank in ended for line in rank.log.splitlines() if line.startswith("trained ")
         }
         assert re.fullmatch(r"trained \w+ by [1-9]\d* operators", trained), (
-            "all ranks to the last bit, by graphs"
+            "all ranks train in compiled graphs to bit-identical weights"
         )
         assert all(trained in rank.log for rank in ended)
     for rank in others:
@@ -154,7 +154,7 @@ def test_the_ranks_find_the_plan_that_they_train_under(tmp_path: Path) -> None:
     assert {choice.name for choice in plan.classes["fast"].operators.values()} == {"fp32"}
     assert "a step" in ours["printed"]
     for name in ("fast", "slow"):
-        assert f"{name} ran " in ours["printed"], "every rank has run its part"
+        assert f"{name} ran " in ours["printed"], "every rank has run its plan"
     assert "in round 1 of 1: " in ours["printed"]
     assert ours["weights"] == theirs["weights"]
 

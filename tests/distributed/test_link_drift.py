@@ -68,7 +68,9 @@ def test_negative_share_is_rejected() -> None:
 def test_measured_time_follows_from_bytes(bandwidth: float) -> None:
     cluster = Cluster({"cpu": ClusterDevice(4)}, Network(bandwidth, 1e-4))
     probe = LinkProbe.of(cluster)
-    assert probe.seconds == pytest.approx(probe.nbytes / bandwidth + 1e-4 / 2), "one phase"
+    assert probe.seconds == pytest.approx(probe.nbytes / bandwidth + 1e-4 / 2), (
+        "a probe has one of the two phases of an all-reduce"
+    )
     assert probe.seconds >= 0.01 or probe.nbytes == 2**26
     assert LinkProbe.noted(probe.notes()) == LinkProbe(
         probe.nbytes, pytest.approx(probe.seconds, rel=1e-5)
@@ -111,13 +113,13 @@ def test_monitor_pauses_after_a_decision(
     ours.decided(4.0)
     assert ours.probe == LinkProbe(2**20, pytest.approx(0.4))
     assert [ours.look() for _ in range(4)] == [None] * 4, (
-        "cooldown steps count for nothing, and nothing is measured"
+        "the monitor does not measure during the cooldown"
     )
-    assert [ours.look() for _ in range(2)] == [None, None], "0.4 s are predicted now"
+    assert [ours.look() for _ in range(2)] == [None, None], "0.4 s is the new prediction"
     assert [ours.look() for _ in range(2)] == [None, pytest.approx(0.25)]
     ours.decided(20.0)
     assert ours.probe == LinkProbe(2**16, pytest.approx(0.5)), (
-        "8 s in place of 0.4 would hold training up"
+        "the probe shrinks, since a probe of 8 s would delay training"
     )
     assert set(used) == {"point_to_point"}
     monkeypatch.setattr(
@@ -173,21 +175,21 @@ def test_over_a_link_that_becomes_slow_gradients_go_in_a_codec(links: Any, tmp_p
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     for name in ("before", "after", "replanned", "weights", "name", "note"):
         assert first[name] == second[name], name
-    assert first["before"] == {}, "over 500 Mbit/s FP32 takes as long as a step may"
+    assert first["before"] == {}, "FP32 gradients meet the time limit at 500 Mbit/s"
     # Imprecise measurements before training can cause another decision, which retains the plan.
     (decided,) = (
         report
         for entry in first["replanned"]
         if (report := ReplanReport.from_dict(entry)).after is not None
     )
-    assert decided.step > 10, "not before it has changed"
+    assert decided.step > 10, "replanning happens only after the link changes"
     (cause,) = decided.causes
     assert cause.change is PlanChange.LINKS
-    assert cause.measured > 5 * cause.predicted, "a twenty-fifth of the rate"
+    assert cause.measured > 5 * cause.predicted, "the link has 1/25 of its former bandwidth"
     assert decided.before and decided.after
     assert decided.after.seconds < 0.2 < decided.before.seconds
     assert set(first["after"].values()) <= {"qsgd8", "qsgd4"} and first["after"]
     assert all(printed.count("a new plan is active") == 1 for printed in ended.printed), (
-        "one announcement a rank"
+        "each rank announces the new plan once"
     )
     assert "a plan's qsgd" in first["name"]

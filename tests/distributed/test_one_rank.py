@@ -79,7 +79,7 @@ def test_channel_transports_texts_and_failures(group: None) -> None:
     first, second = Channel(), Channel()
     first.put("a", "text of é\n" * 1000)
     assert first.get("a") == "text of é\n" * 1000
-    assert second.get("a") is None, "conversations are apart"
+    assert second.get("a") is None, "channels do not share messages"
     assert first.told() is None
     first.tell(Failure.of(0, PlanError("what", where="where", do="do")))
     first.tell(Failure(1, "later"))
@@ -113,7 +113,7 @@ def test_ended_process_is_detected() -> None:
         theirs = " ".join([*mine.split()[:2], str(other.pid), started])
         assert not has_ended(theirs)
         assert has_ended(" ".join([*theirs.split()[:3], "1"])), (
-            "its number is another process's by now"
+            "a process id with another start time belongs to another process"
         )
         other.kill()
         other.wait()
@@ -171,7 +171,7 @@ def test_single_rank_runs_its_plan() -> None:
     assert plan.answer is not None and plan.survey is not None
     assert 1 <= len(plan.answer.trials) <= 2 and "cpu ran " in plan.notes["answer"]
     assert any(run.planned for run in plan.survey.profiles["cpu"].runs), (
-        "what was measured is kept for replanning"
+        "the survey includes the measured runs of plans"
     )
 
 

@@ -71,9 +71,9 @@ def test_step_time_includes_passes_and_optimizer(saves: bool, inside: bool) -> N
     pass_seconds = FORWARD + LOSS + BACKWARD
     with Pace(model, lambda: now[0]) as pace:
         assert a_step(1) == pass_seconds + STEP
-        assert a_step(3) == pass_seconds + STEP, "of several passes the mean"
+        assert a_step(3) == pass_seconds + STEP, "the step time has the mean over passes"
         model.train(False)
-        assert a_step(1) is None, "what does not train is no step"
+        assert a_step(1) is None, "a pass in eval mode is not timed"
         model.train()
         assert a_step(1) == pass_seconds + STEP
-    assert a_step(1) is None, "the hooks are gone"
+    assert a_step(1) is None, "the hooks are removed"

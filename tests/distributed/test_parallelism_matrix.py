@@ -83,7 +83,7 @@ def test_replicas_are_equal_to_the_last_bit(way: str, world: int) -> None:
     # A rank whose inputs never reach a branch does not compile it.
     uncompiled = 1 if way == "different branches" else 0
     assert [rank["uncovered"] for rank in results] == [0, *[uncompiled] * (world - 1)], (
-        "all of the model is compiled"
+        "all modules that a rank calls are compiled"
     )
     assert len({rank["weights"] for rank in results}) == 1
     assert all(rank["moved"] for rank in results)

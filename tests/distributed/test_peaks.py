@@ -58,7 +58,7 @@ def test_no_warning_within_the_limit() -> None:
     check, _, _ = trained(1e9, False)
     assert check.over is not None
     check, _, _ = trained(1e9, False, steps=3)
-    assert check.over is None, "too early to be measured"
+    assert check.over is None, "the peak is not yet measured after three steps"
 
 
 def test_no_measurement_during_user_profiling() -> None:
@@ -85,7 +85,7 @@ def test_a_machine_has_memory_free() -> None:
 def test_rank_above_its_memory_limit_warns(tmp_path: Path) -> None:
     first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="capped")
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log
-    assert "limit of" not in first.log, "its class has no limit"
+    assert "limit of" not in first.log, "the class of rank 0 has no memory limit"
     assert "rank 1 (slow): the peak memory of a step is" in second.log
     assert "above the plan's limit of 1KB" in second.log
     assert "do:    plan for" in second.log

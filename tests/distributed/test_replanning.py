@@ -42,10 +42,10 @@ def test_a_device_that_changes_gets_another_plan_once(tmp_path: Path) -> None:
     before = ClusterPlan.from_json(first.result["before"])
     for case, change in (("slower", PlanChange.SLOWER), ("memory", PlanChange.TIGHT)):
         ours, theirs = first.result[case], second.result[case]
-        assert ours["replanned"] == theirs["replanned"], "all ranks are told the same"
-        assert ours["weights"] == theirs["weights"], "to the last bit"
+        assert ours["replanned"] == theirs["replanned"], "all ranks have the same reports"
+        assert ours["weights"] == theirs["weights"], "weights are bit-identical on all ranks"
         assert (ours["steps"], theirs["steps"]) == (STEPS, STEPS), (
-            "of the optimizer's state, which is kept"
+            "the optimizer state is preserved"
         )
         if case == "slower" and not any(report["after"] for report in ours["replanned"]):
             # On a CPU whose BF16 unit is slower than FP32, the survey has no other plan.
@@ -53,12 +53,16 @@ def test_a_device_that_changes_gets_another_plan_once(tmp_path: Path) -> None:
             continue
         decided = switched(ours["replanned"])
         assert change in {cause.change for cause in decided.causes if cause.rank == 1}, ours["told"]
-        assert decided.step > FROM, "not before it has changed"
+        assert decided.step > FROM, "replanning happens only after the device changes"
         after = ClusterPlan.from_json(ours["after"])
         assert after.classes["slow"] != before.classes["slow"]
-        assert after.classes["fast"] == before.classes["fast"], "which has FP32 alone"
+        assert after.classes["fast"] == before.classes["fast"], (
+            "the fast class has only FP32, so its plan is unchanged"
+        )
         planned = {str(precision) for precision in after.classes["slow"].operators.values()}
-        assert set(theirs["used"]) == planned, "what is in force is what runs"
+        assert set(theirs["used"]) == planned, (
+            "the compiled operators have the formats of the active plan"
+        )
         assert str(decided) in first.log and str(decided) in second.log
         if case == "slower":
             assert decided.before and decided.after
@@ -116,7 +120,9 @@ def test_samples_move_from_a_rank_that_becomes_slower(tmp_path: Path) -> None:
     steps = [[*a, *b] for a, b in zip(ours["samples"], theirs["samples"], strict=True)]
     for start in range(0, len(steps), STEPS_PER_EPOCH):
         used = itertools.chain(*steps[start : start + STEPS_PER_EPOCH])
-        assert sorted(used) == list(range(replanning_rank.SAMPLES)), "each sample once per epoch"
+        assert sorted(used) == list(range(replanning_rank.SAMPLES)), (
+            "each sample is used once per epoch"
+        )
     model, data = replanning_rank.network(), replanning_rank.dataset()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for samples in steps:

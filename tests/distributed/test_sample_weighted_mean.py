@@ -81,4 +81,6 @@ def test_ranks_plan_batches_and_codecs_together(tmp_path: Path) -> None:
         assert first[name] == second[name], "replicas and gradients are bit-identical"
         assert first[name]["checks"] == len(first[name]["errors"]) > 1
         assert max(first[name]["errors"]) < 0.02
-    assert min(first["unequal"]["of ranks"]) > 0.05, "not the mean over ranks"
+    assert min(first["unequal"]["of ranks"]) > 0.05, (
+        "gradients are not the unweighted mean over ranks"
+    )

@@ -72,7 +72,7 @@ def test_both_runs_are_timed_and_their_memory_is_counted(demo: Any) -> None:
         assert training["steps"] == 2 * (1438 // 56) - 5
     peaks = [outcome["measured"][label]["peak"][1] for label in ("uniform", "planned")]
     assert peaks[0] < outcome["measured"]["uniform"]["peak"][0], (
-        "BF16 with a third more images holds less than FP32"
+        "BF16 with a third more images has less peak memory than FP32"
     )
 
 

@@ -31,7 +31,7 @@ def problems(config: KernelConfig) -> list[ConvProblem]:
     served = [problem for problem in _all(config) if constraints.serves(config, problem) is None][
         :MOST
     ]
-    assert served, f"nothing here is served by {config.name}"
+    assert served, f"no test problem is served by {config.name}"
     return served
 
 

@@ -186,7 +186,7 @@ def gemm(
     )  # fmt: skip
     with launch_utils.guarded(a.device):
         launch_utils.run(library, arguments, a.device)
-    assert (d[m:] == -77).all() and (d[:, n:] == -77).all(), "it wrote beyond the result"
+    assert (d[m:] == -77).all() and (d[:, n:] == -77).all(), "the kernel wrote beyond the result"
     return d[:m, :n]
 
 
@@ -273,7 +273,7 @@ def assert_near(
     bound = (relative * magnitudes + 2.0**-126) * factor + 4 * 2.0**-24 * (want.abs() + added.abs())
     bound = bound + torch.finfo(FORMATS[config.out].dtype).eps / 2 * (want.abs() + bound) + 1e-7
     error = (wide(found) - want).abs()
-    assert (error <= bound).all(), f"an error of {(error / bound).max():.3g} times what is allowed"
+    assert (error <= bound).all(), f"the error is {(error / bound).max():.3g} times the bound"
     if config.a.startswith("fp8") and terms > 1:
         # The bound covers the worst case; the norm shows an accumulator that loses bits.
         assert error.norm() <= 0.02 * want.norm() + bound.norm() * 0.02

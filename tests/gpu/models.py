@@ -168,7 +168,7 @@ def operators_with_kernels(asked: Sequence[Problem], arch: Arch) -> set[str]:
         "qsync::gemm" if isinstance(problem, GemmProblem) else "qsync::conv2d_product"
         for problem in served
     }
-    assert operators, f"{arch} has no kernel for any of these"
+    assert operators, f"{arch} has no kernel for any of these problems"
     return operators
 
 

@@ -192,7 +192,7 @@ def streams_and_graphs(device: torch.device) -> dict[str, Any]:
     def right(got: Tensor) -> bool:
         return torch.equal(got.cpu(), (a.cpu().double() @ bt.double()).float())
 
-    assert right(multiply(a, b)), "a product is wrong"
+    assert right(multiply(a, b)), "the product is wrong"
     side, late = torch.cuda.Stream(device), torch.zeros_like(a)
     torch.cuda.synchronize(device)
     with torch.cuda.stream(side):
@@ -200,12 +200,12 @@ def streams_and_graphs(device: torch.device) -> dict[str, Any]:
         late.copy_(a)
         got = multiply(late, b)
     torch.cuda.current_stream(device).wait_stream(side)
-    assert right(got), "a product did not wait for its stream"
+    assert right(got), "the product did not wait for its stream"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = multiply(a, b)
     for _ in range(3):
         a.copy_(_whole((256, 512), "int8", device))
         graph.replay()
-        assert right(got), "a replayed product is wrong"
+        assert right(got), "the replayed product is wrong"
     return {"side stream": "right", "CUDA graph": "right in three replays"}

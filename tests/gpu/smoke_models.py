@@ -139,7 +139,9 @@ def trained(device: torch.device) -> dict[str, Any]:
                 "ours": sorted(ran),
                 "warned": messages,
             }
-            assert worst < 0.1 * max(want), f"{name}, {inner}: losses {got} and FP32's {want}"
+            assert worst < 0.1 * max(want), (
+                f"{name}, {inner}: losses {got} differ from FP32's {want}"
+            )
             _check_ours(device, name, ran)
     return report
 
@@ -150,7 +152,9 @@ def _check_ours(device: torch.device, name: str, ran: set[str]) -> None:
     state = known_of(device)
     # Before Ampere INT8 is fastest for all sizes, so that its products are kernels without tuning.
     if device.type == "cuda" and state.arch == "sm_75" and state.lacks is None:
-        assert "qsync::gemm" in ran, f"{name}: no product was a kernel of ours, of {sorted(ran)}"
+        assert "qsync::gemm" in ran, (
+            f"{name}: no linear layer ran as qsync::gemm, only {sorted(ran)}"
+        )
 
 
 @contextlib.contextmanager

@@ -71,7 +71,9 @@ def test_quantized_activation_is_saved_in_one_byte_per_value(tmp_path: Path) -> 
         )
     values = LAYERS * BATCH * WIDTH
     # Both include the last output. INT8 needs half of BF16's bytes for the saved inputs.
-    assert bf16 - int8 > 0.8 * values, f"{int8} bytes are held, {bf16} in BF16, of {values} values"
+    assert bf16 - int8 > 0.8 * values, (
+        f"{int8} bytes are live in INT8, {bf16} in BF16, for {values} values"
+    )
     assert int8_peak < bf16_peak
 
 

@@ -103,7 +103,7 @@ def test_a_model_trains_by_kernels_as_fp32_does(
                 models.step(name, fast, x)
             called = {event.key for event in profile.key_averages()}
             assert models.operators_with_kernels(problems, kit.arch()) <= called, (
-                "no kernel of ours ran"
+                "every operator with a suitable kernel runs"
             )
         refused = {
             p: why
@@ -238,6 +238,6 @@ def test_a_step_is_captured_in_a_cuda_graph(
         assert relative_error(replays[1][1], wanted[1]) < 1e-3
     else:
         assert replays[0][0] != replays[1][0], (
-            "every replay rounds alike: its random numbers do not advance"
+            "random numbers of the rounding advance between replays"
         )
         assert replays[0][0] == pytest.approx(replays[1][0], rel=0.05)

@@ -349,5 +349,5 @@ def test_the_saved_bytes_of_every_precision() -> None:
                 for fmt in (FORMATS["int8"], FORMATS["bf16"])
             )
             assert int8 < bf16, (
-                "one byte a value, and the weight too, against two of the activation"
+                "INT8 saves activation and weight in one byte per value, BF16 the activation in two"
             )

@@ -44,7 +44,7 @@ def test_no_other_file_names_keys() -> None:
             assert not keys & (names - {node_metadata.NOTE.name}), f"{name} names {keys}"
             for key in _keys(node):
                 assert key != "custom" and not str(key).startswith("qsync"), (
-                    f"{name} reads or writes {key!r} of a node"
+                    f"{name} accesses the metadata {key!r} of a node"
                 )
 
 
@@ -222,9 +222,9 @@ def test_every_node_of_inductors_graphs_is_charged_to_an_operator_of_the_model(
         charged = charges(graph)
         for node in graph.nodes:
             if computes(node) and tensors(node.meta.get("val")):
-                assert node in charged, f"{node.format_node()} is charged to nobody"
+                assert node in charged, f"{node.format_node()} is charged to no operator"
                 assert charged[node].owner in ids, (
-                    f"{node.name} is charged to {charged[node].owner}"
+                    f"{node.name} is charged outside of the model, to {charged[node].owner}"
                 )
 
 
@@ -263,7 +263,7 @@ def test_fused_pattern_belongs_to_its_last_product() -> None:
     (fused,) = [n for n in forward.nodes if computes(n) and "scaled_dot_product" in n.name]
     (gradient,) = [n for n in backward.nodes if computes(n) and "scaled_dot_product" in n.name]
     assert node_metadata.charged(fused) is None, (
-        "nothing is left to find: Inductor says itself what it has fused"
+        "a fused node carries no charge: Inductor records which nodes it fused"
     )
     assert charges(forward)[fused].owner == "/matmul@v#1"
     assert charges(backward)[gradient].owner.startswith("/")

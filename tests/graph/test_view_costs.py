@@ -89,7 +89,7 @@ def test_an_operator_that_gives_back_its_operands_memory_moves_no_bytes(precisio
     }
     assert costs["/reshape@first"] is not None
     assert costs["/reshape@first"].forward.bytes == 2 * 128 * (4 if precision == "fp32" else 2), (
-        "this one must copy"
+        "the reshape copies its operand"
     )
     # Only a narrow format needs a cast to fp32.
     assert (costs["/to@first"].bytes == 0) == (precision == "fp32")

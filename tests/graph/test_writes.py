@@ -59,7 +59,7 @@ def assert_as_eager(model: Callable[..., Any], *inputs: Tensor, precision: str =
 
 @torch.library.custom_op("qsync_tests::increase", mutates_args=("x",))
 def increase(x: Tensor) -> None:
-    assert x.dtype is torch.float32, "FP32 in, for an operator that the table does not know"
+    assert x.dtype is torch.float32, "an operator without a row gets FP32 inputs"
     x.add_(1)
 
 

@@ -55,7 +55,7 @@ def test_a_plan_on_each_rank_and_several_buckets(tmp_path: Path, breaks: bool) -
     for rank in ranks:
         assert rank["graphs"] > rank["undivided_graphs"], "DDP has split the graph"
         assert rank["operators"] == rank["undivided"], (
-            "an operator has the id and the precision that it has without DDP"
+            "operators have the same ids and precisions as without DDP"
         )
         assert len({name for name, _ in rank["operators"]}) == len(rank["operators"])
         assert rank["moved"]
@@ -69,5 +69,5 @@ def test_a_plan_on_each_rank_and_several_buckets(tmp_path: Path, breaks: bool) -
         == "int8"
     )
     assert planned["layers.1/linear"] == planned["/linear@layers.3"] == "bf16"
-    assert first["weights"] == second["weights"], "to the last bit"
+    assert first["weights"] == second["weights"], "weights are bit-identical on both ranks"
     assert first["losses"] != second["losses"], "each rank has its own data"

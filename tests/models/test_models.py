@@ -103,7 +103,7 @@ def test_fp32_is_torch_to_the_last_bit(case: Case, precision: str) -> None:
         assert_equal(gradients, their_gradients)
     assert_equal(dict(ours.named_buffers()), dict(theirs.named_buffers()))
     assert graphs() == compiles > 0, (
-        "as many compilations in two steps as torch's own backend needs"
+        "two steps need as many compilations as with torch's own backend"
     )
 
 
@@ -114,7 +114,9 @@ def assert_equal(found: Gradients, expected: Gradients) -> None:
         if gradient is None or ours is None:
             assert gradient is ours, name
         else:
-            assert torch.equal(ours, gradient), f"{name}: off by {(ours - gradient).abs().max():g}"
+            assert torch.equal(ours, gradient), (
+                f"{name}: differs by {(ours - gradient).abs().max():g}"
+            )
 
 
 class Notes:
@@ -191,7 +193,7 @@ def test_narrow_format_error_is_within_its_bound(case: Case, precision: str) -> 
     actual_loss, actual = train(model, call, inputs)
 
     assert_planned(notes, precision, called.count)
-    assert not notes.unknown, "operators without a row"
+    assert not notes.unknown, "every operator has a row"
     factor, offset = BOUNDS[precision]
     bound = factor * reference + offset
     assert error(actual, exact) <= bound
@@ -277,4 +279,4 @@ def test_recomputation_repeats_the_rounding() -> None:
         # outputs FP32.
         torch.testing.assert_close(rounded.float(), y.detach(), rtol=1e-5, atol=1e-5)
         outputs.append(y.item())
-    assert len(set(outputs)) == 3, "every step rounds anew"
+    assert len(set(outputs)) == 3, "each step has new random roundings"

@@ -104,7 +104,7 @@ def test_equal_plans_share_code_and_others_compile_once() -> None:
     assert run(Plan.uniform("int8").with_precision("head", "bf16")) == 1
     assert run(Plan("int8", patterns=[("head", "bf16")])) == 0
     assert run(Plan.uniform("bf16")) == 1
-    assert run(Plan.uniform("int8")) == 0, "the code of an earlier plan is still there"
+    assert run(Plan.uniform("int8")) == 0, "the code of an earlier plan is reused"
 
 
 def test_only_different_options_recompile() -> None:
@@ -124,7 +124,7 @@ def test_only_different_options_recompile() -> None:
     assert run(precision="int8", rounding="nearest") == 0
     assert run(precision="int8", passes=[qsync_fx.graph_pass(head_in_fp32)]) == 1
     assert run(precision="int8", passes=[qsync_fx.graph_pass(head_in_fp32)]) == 0, (
-        "the same function at the same place"
+        "a pass with the same function is not recompiled"
     )
 
 
@@ -222,9 +222,11 @@ def test_ignored_plan_is_reported() -> None:
             )
             assert "recompile_limit higher" in str(caught.value.do)
         model.scale = 2
-        assert not torch.equal(fast(x), model(x)), "what is compiled still runs"
+        assert not torch.equal(fast(x), model(x)), "compiled versions still run at the limit"
     model.scale = 4
-    assert not torch.equal(fast(x), model(x)), "the limit is higher again"
+    assert not torch.equal(fast(x), model(x)), (
+        "the model is compiled again under the restored limit"
+    )
     assert "recompile_limit" in ours[0]
 
 
@@ -250,7 +252,9 @@ def test_plan_beyond_the_recompile_limit_is_an_error() -> None:
         with pytest.raises(PlanError, match="without the plan"):
             compiled(model, plan=Plan(operators={"layer/linear": "fp16"}))(x)
         other = compiled(model, plan=Plan(operators={"elsewhere/linear": "fp16"}))
-        assert torch.equal(other(x), model(x)), "that plan decides on nothing here"
+        assert torch.equal(other(x), model(x)), (
+            "a plan that selects no operator of the model is not an error"
+        )
 
 
 def test_recompile_limit_is_reported_once_without_a_plan() -> None:

@@ -232,7 +232,7 @@ def calls_of(names: Sequence[str]) -> list[Call]:
     result = []
     for name in names:
         spelled = best(name)
-        assert len(spelled) > 1, f"torch takes no other spelling of {name}"
+        assert len(spelled) > 1, f"torch accepts no other call form of {name}"
         tensors = tensors_of(spelled)
         floats = [t for t in tensors if t.is_floating_point()]
         for chosen in (floats, floats[:1], []):

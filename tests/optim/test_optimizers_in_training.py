@@ -162,9 +162,7 @@ def test_weights_are_cast_where_they_are_read() -> None:
     model.weight.data.neg_()
     model.bias.data.neg_()
     assert model.weight._version == version
-    assert torch.equal(compiled(x), -before), (
-        "the same magnitudes, hence the same scales and roundings"
-    )
+    assert torch.equal(compiled(x), -before), "equal magnitudes have equal scales and roundings"
 
 
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
@@ -184,7 +182,7 @@ def test_a_weight_that_was_changed_is_read_as_it_is(inner_backend: str, evaluate
             write(layer)
             after = compiled(x)
         assert torch.equal(before, again) and before.any()
-        assert torch.equal(after, -before), f"stale after {name}"
+        assert torch.equal(after, -before), f"the weight is stale after {name}"
         if not evaluated:
             (gradient,) = torch.autograd.grad(after, layer.weight, torch.ones_like(after))
             assert torch.isfinite(gradient).all() and gradient.any()
@@ -204,6 +202,5 @@ def test_micro_batches_round_weights_for_themselves() -> None:
     single_error = (passes[0] - model.weight.detach().t()).square().mean()
     mean_error = (torch.stack(passes[1:]).mean(0) - model.weight.detach().t()).square().mean()
     assert mean_error < single_error / 4, (
-        "64 roundings have a 64th of the variance, and the output's own error is small beside "
-        "that of one"
+        "the mean of 64 roundings has 1/64 of the variance of one, plus the output's small error"
     )

@@ -143,7 +143,7 @@ def test_automatic_precision_follows_the_region() -> None:
     ambient = _precisions(build(Attention), torch.randn(2, 5, 16), torch.bfloat16)
     assert ambient["qkv/linear"] == "bf16"
     assert ambient["norm/layer_norm"] == "fp32", (
-        "autocast leaves it in the format of its input, a sum with x in FP32"
+        "autocast keeps layer_norm in the format of its input, an FP32 sum"
     )
 
 

@@ -127,7 +127,9 @@ class Said(logging.Handler):
 
 
 def test_cached_plan_is_active_and_reported(cache: Path) -> None:
-    assert formats(trained(Pair())) == DEFAULT, "before there is one"
+    assert formats(trained(Pair())) == DEFAULT, (
+        "the default precision applies without a cached plan"
+    )
     torch._dynamo.reset()
     file = keep(under_inductor(profile()))
     assert file.is_relative_to(cache / "profiles") and Profile.load(

@@ -88,7 +88,9 @@ def test_evaluation_runs_the_operators_of_training(name: str, masked: bool) -> N
         with torch.no_grad():
             output = compiled(model, plan=chosen)(*arguments)
             explanation = qsync_fx.explain(model, *arguments, options={"plan": chosen})
-        assert explanation.plan() == chosen, "the same operators, by the same names"
+        assert explanation.plan() == chosen, (
+            "evaluation has the operators of training, with the same ids"
+        )
         assert not explanation.unknown
         error = relative_error({"out": output}, {"out": exact})
         assert error <= bound

@@ -63,7 +63,7 @@ def test_graph_after(name: str) -> None:
     if os.environ.get("QSYNC_UPDATE_GOLDEN"):
         path.write_text(text)
     assert path.exists(), (
-        f"no golden text for the pass {name}: run QSYNC_UPDATE_GOLDEN=1 pytest {__file__}"
+        f"no golden file for the pass {name}: run QSYNC_UPDATE_GOLDEN=1 pytest {__file__}"
     )
     assert text == path.read_text()
 

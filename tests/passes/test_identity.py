@@ -98,7 +98,7 @@ def test_forward_and_backward_nodes_carry_the_id(precision: str, product: str) -
     linears = {"layers.0/linear", "layers.3/linear", "head/linear"}
     assert operators_of(forward, product) == linears
     assert operators_of(backward, "mm") == linears
-    assert operators_of(backward, "sum") == linears, "the gradients of the biases"
+    assert operators_of(backward, "sum") == linears, "bias gradients carry the ids of their layers"
     assert operators_of(backward, "tanh_backward") == {"layers.4/tanh"}
     assert operators_of(backward, "threshold_backward") == {"layers.1/relu"}
 

@@ -175,7 +175,9 @@ def test_unprofitable_operators_are_reported_without_the_option(
         ):
             assert "not faster here" not in str(none)
         plan = Plan("int8", patterns=[("*", "fp32")], operators={"small/linear": "int8"})
-        assert "not faster here" not in str(explained(plan=plan)), "what a plan names is obeyed"
+        assert "not faster here" not in str(explained(plan=plan)), (
+            "an operator that the plan names is not reported"
+        )
         text = str(
             explained(
                 plan=Plan(
@@ -193,7 +195,7 @@ def test_unprofitable_operators_are_reported_without_the_option(
         preserved = qsync_fx.explain(
             model, torch.randn(2, 8).bfloat16(), options={"precision": "bf16"}
         )
-    assert "not faster here" not in str(preserved), "what the model holds stays"
+    assert "not faster here" not in str(preserved), "the model's own format is not reported"
 
 
 def test_named_operators_follow_the_plan(

@@ -353,7 +353,7 @@ def test_in_order_copies_only_what_has_other_strides() -> None:
     pixel = torch.randn(2, 3, 1, 1)
     expected = torch.empty(2, 3, 1, 1, memory_format=LAST)
     assert in_order(pixel, memory_order(expected) or ()).stride() == expected.stride(), (
-        "dimensions of size 1, too"
+        "strides equal those of torch, also in dimensions of size 1"
     )
 
 

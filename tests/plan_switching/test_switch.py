@@ -73,9 +73,9 @@ def test_each_plan_is_compiled_once() -> None:
 
     assert compilations(lambda: fast(x).sum().backward()) == 1
     assert step(BF16) == 1
-    assert step(INT8) == 0, "the plan that it was compiled with"
+    assert step(INT8) == 0, "the original plan is not recompiled"
     assert step(BF16) == 0
-    assert step(Plan.from_json(BF16.to_json())) == 0, "an equal plan"
+    assert step(Plan.from_json(BF16.to_json())) == 0, "an equal plan is not recompiled"
     assert step(BF16.with_precision("head", "fp32")) == 1
     assert step(INT8) == 0
 
@@ -129,7 +129,7 @@ def test_twenty_plans_and_back() -> None:
     with torch.no_grad(), torch._dynamo.config.patch(accumulated_recompile_limit=8):
         first = [qsync_fx.switch_plan(fast, plan)(x) for plan in plans]
         assert len({tuple(y.flatten().tolist()) for y in first}) == len(plans), (
-            "every plan is followed"
+            "every plan is applied"
         )
         again: list[Tensor] = []
         assert (
@@ -215,7 +215,7 @@ def test_mismatched_plan_is_an_error_and_can_be_reverted() -> None:
         qsync_fx.switch_plan(fast, "no such file.json")
     with pytest.raises(OptionError):
         qsync_fx.switch_plan(fast, 8)  # type: ignore[arg-type]
-    assert torch.equal(fast(x), model(x)), "nothing was switched"
+    assert torch.equal(fast(x), model(x)), "a failed switch keeps the previous plan"
     qsync_fx.switch_plan(fast, Plan("fp32", patterns=[("heed", "int8")]))
     with pytest.raises(PlanError, match="heed"):
         fast(x)

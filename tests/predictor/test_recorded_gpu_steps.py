@@ -115,7 +115,9 @@ def test_attention_with_fused_kernels_needs_less_memory() -> None:
 def test_workspaces_and_blocks_are_those_of_torch() -> None:
     assert memory_of("bf16", True).peak.of(Category.CUDA) == 2 * 32 * MIB + FRAGMENTATION
     assert workspace_bytes("rtx3090") == 2 * (8 * MIB + 128 * 1024)
-    assert workspace_bytes("cuda") == workspace_bytes("h200"), "an unknown GPU has the largest"
+    assert workspace_bytes("cuda") == workspace_bytes("h200"), (
+        "an unknown GPU has the largest workspace"
+    )
     graph, sizes = predicted()[0].graph, (0, 1, 512, 513, 10 * MIB + 1)
     assert [allocated(graph, size) for size in sizes] == [0, 512, 512, 1024, 12 * MIB]
     assert [allocated(replace(graph, device="cpu"), size) for size in sizes] == list(sizes)

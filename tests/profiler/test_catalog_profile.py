@@ -75,7 +75,7 @@ def test_catalog_profile_names_its_source_and_device(profile: Profile, tmp_path:
     assert profile.optimizer == "AdamW"
     assert profile.loss_memory is not None and profile.loss_memory.most >= 2 * 4 * 64 * 512
     assert not profile.model.conditions, (
-        "what it was reckoned for is the machine, and not a condition of its times"
+        "the target device is the machine, not a condition of the times"
     )
     assert profile.optimizer_seconds == T4.memory_seconds(
         28 * sum(p.numel() for p in model().parameters())
@@ -93,7 +93,7 @@ def test_catalog_profile_names_its_source_and_device(profile: Profile, tmp_path:
     assert "flatten" not in str(profile) and "1 operator more: no time, and nothing saved" in str(
         profile
     )
-    assert "e-1" not in str(profile), "what rounding leaves of nothing is nothing"
+    assert "e-1" not in str(profile), "rounding errors of zero are not printed"
 
 
 def test_catalog_memory_equals_a_measured_profile(profile: Profile) -> None:
@@ -121,7 +121,9 @@ def test_catalog_memory_equals_a_measured_profile(profile: Profile) -> None:
     assert measured is not None and more > 0
     assert profile.runs[0].peak_bytes == pytest.approx(measured + more, rel=0.02)
     for printed in (reference, profile):
-        assert str(printed).count("peak beyond state") == 2, "heads a column, and is explained"
+        assert str(printed).count("peak beyond state") == 2, (
+            '"peak beyond state" is a column and is explained'
+        )
 
 
 def test_device_file_gives_profiles(tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_saved_profile_contains_no_local_path(
     assert str(Path(T4.path).parent) not in profile.to_json()
     file = tmp_path / "mine.toml"
     file.write_text(Path(T4.path).read_text().replace('name = "t4"', 'name = "other"'))
-    assert get(file).target == str(file), "no name finds it"
+    assert get(file).target == str(file), "a device outside of the search path is named by its file"
     monkeypatch.setenv("QSYNC_DEVICES", str(tmp_path))
     assert get(file).target == get("mine").target == "mine"
     result = qsync_fx.catalog_profile("mine", model(), step, BATCH, ["fp16"])

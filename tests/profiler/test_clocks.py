@@ -58,11 +58,13 @@ def test_with_several_threads_waiting_counts_and_operators_still_add_up_to_the_s
     profile = quick(layer(), Waiting(), optimizer=None, path=path)
     (run,) = profile.runs
     assert profile.machine.threads == 2
-    assert all(forward >= BESIDE for forward, _, _ in run.steps), "of the wall"
+    assert all(forward >= BESIDE for forward, _, _ in run.steps), (
+        "the clock is wall time, which includes waiting"
+    )
     (linear,) = run.operators
     assert linear.forward > 0 and linear.backward > 0
     assert linear.forward + run.outside[0] == pytest.approx(run.forward)
-    assert run.outside[0] >= BESIDE * 0.9, "nobody's kernel"
+    assert run.outside[0] >= BESIDE * 0.9, "waiting belongs to no operator"
     torch.set_num_threads(1)
     with pytest.raises(ProfileError, match="threads 2, here 1"):
         Profile.load(path)

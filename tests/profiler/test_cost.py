@@ -43,7 +43,9 @@ def test_steps_of_ranks_that_train_together_are_counted(seen: ObservedStep) -> N
         "; then steps of all 2 ranks together under 2 plans, about "
     )
     assert 15 < planned_seconds(0.001) < 25
-    assert planned_seconds(4.0) == 4.0 * 4 * (3 + 5), "four ways, at least five rounds after three"
+    assert planned_seconds(4.0) == 4.0 * 4 * (3 + 5), (
+        "four treatments, each with three warm-up rounds and at least five more"
+    )
 
 
 def test_cost_of_joint_steps_is_logged_for_ranks(
@@ -69,4 +71,6 @@ def test_progress_of_a_measurement_is_logged(
     assert [line.partition(": 1")[0] for line in lines] == ["qsync: compiling", "qsync: measuring"]
     assert all("fp32" in line for line in lines)
     quick(layer(), Counted(), repeats=1, sensitivity="paper")
-    assert capsys.readouterr().err == "", "nor of its sensitivity, where nothing is to be shown"
+    assert capsys.readouterr().err == "", (
+        "no progress is logged without the option, not even of the sensitivity"
+    )

@@ -30,7 +30,7 @@ def test_profile_sums_up_and_preserves_the_training_state(
     (linear,) = run.operators
     assert linear.operator == "/linear" and (linear.precision, linear.output) == ("fp32", "fp32")
     assert linear.forward > 0 and linear.backward > 0, (
-        "a product forward, one for the weight's gradient"
+        "each pass has a product: the output and the weight gradient"
     )
     assert (
         linear.forward + run.outside[0] >= run.forward
@@ -38,7 +38,7 @@ def test_profile_sums_up_and_preserves_the_training_state(
     )
     assert profile.optimizer == "AdamW" and profile.optimizer_seconds > 0
     assert profile.loss_memory is not None and profile.loss_memory.held == 4 * 4 * 8, (
-        "the storage behind mse_loss"
+        "mse_loss saves one tensor of the output's shape"
     )
     assert Profile.load(tmp_path / "layer.json") == profile
     assert [file.name for file in tmp_path.iterdir()] == ["layer.json"]
@@ -92,7 +92,7 @@ def test_interrupted_measurement_resumes(tmp_path: Path) -> None:
     rest = Counted()
     profile = quick(layer(), rest, repeats=3, path=path)
     assert uninterrupted.calls - rest.calls == 2 * 3, (
-        "two of three rounds, of three steps each, are not run again"
+        "the two completed rounds of three steps each are not repeated"
     )
     assert len(profile.runs[0].steps) == 3 and not partial.exists()
 
@@ -180,7 +180,7 @@ def test_wrapper_lines_are_mapped_to_nodes() -> None:
         )
         compiled(BATCH[0]).sum().backward()
     kernels = [kernel for lines in files.values() for kernel in lines.values()]
-    assert len(files) == 2, "a forward and a backward pass"
+    assert len(files) == 2, "one wrapper for the forward and one for the backward pass"
     assert [(kernel.library, len(kernel.nodes)) for kernel in kernels] == [(True, 1), (True, 1)]
     for kernel in kernels:
         (node,) = kernel.nodes
@@ -231,7 +231,7 @@ def test_pass_time_is_the_sum_of_operators_and_the_rest(
             "head/linear",
         } <= set(every)
         idle = {m.operator for m in run.operators if not (m.forward > 0 and m.backward > 0)}
-        assert idle <= {"layers.2/dropout"}, "with a probability of zero it computes nothing"
+        assert idle <= {"layers.2/dropout"}, "only dropout with probability zero computes nothing"
 
 
 @ALL

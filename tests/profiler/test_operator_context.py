@@ -152,7 +152,7 @@ def test_unmeasured_state_is_interpolated(computes: str, gives: str) -> None:
     result = times(WIDE, NARROW).operator("0/linear", state(computes, gives), [None] * 4)
     assert result.interpolated == (computes != gives)
     assert result.forward == {FP32: 1.0, BF16: 0.5}[computes], (
-        "computing in the same format tells more than giving it out"
+        "the measured run with the same compute format is preferred"
     )
 
 
@@ -180,7 +180,7 @@ def test_quantizers_go_with_the_elements_and_other_casts_are_part_of_operators()
             and not result.interpolated
         )
     assert profiled.cast("0/linear", BF16, INT8, 2000, True).interpolated, (
-        "larger than anything that was quantized"
+        "the size exceeds all measured sizes"
     )
     assert profiled.cast("0/linear", FP32, BF16, 500, True) == Seconds(0.0, 0.0)
 

@@ -44,7 +44,7 @@ def test_the_plan_alone_is_measured_and_the_rest_stays(tmp_path: Path) -> None:
     # A layer of a few microseconds may need less time than the mean outside of operators.
     outside = [sum(run.outside[index] for run in after.runs) / len(after.runs) for index in (0, 1)]
     anchor = max(measured_run.forward, outside[0]) + max(measured_run.backward, outside[1])
-    assert seconds == pytest.approx(anchor), "the measured step is an anchor"
+    assert seconds == pytest.approx(anchor), "the prediction equals the measured step"
     # Two eager steps and two of the loss alone. For the plan and the profile's first plan: one to
     # compile, two for the peak memory, and three in each of two rounds.
     assert step.calls == 4 + 2 * (1 + 2 + 2 * 3)
@@ -72,7 +72,7 @@ def test_of_a_plan_that_is_measured_again_the_latest_run_counts() -> None:
     uniform = correct(layer(), Counted(), before, plan=Plan.uniform("fp32"))
     assert [run.label for run in uniform.runs][:1] == ["fp32"] and uniform.runs[:1] == before.runs
     assert [run.planned for run in uniform.runs] == [False, True], (
-        "what all profiles have is never thrown away"
+        "runs of uniform plans are not discarded"
     )
 
 

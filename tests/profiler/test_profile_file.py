@@ -236,5 +236,5 @@ def test_table_shows_the_gain_of_narrow_formats() -> None:
     linear = next(line for line in text.splitlines() if "fc/linear" in line).split()
     # A linear layer saves a copy of its input in BF16; in FP32, the input is live anyway.
     assert linear == ["fc/linear", "76.7%", "23", "-", "11.5", "1.02KB", "0.12", "11.5"]
-    assert text.index("fc/linear") < text.index("relu/relu"), "the dearest first"
+    assert text.index("fc/linear") < text.index("relu/relu"), "the most expensive operator is first"
     assert "optimizer AdamW: 4 ms" in text and "gloo, 2 ranks" in text

@@ -47,5 +47,5 @@ def with_script(page: Path, script: str) -> Path:
 def result_of(dom: str) -> str:
     """Return the text that the script of `with_script` has returned."""
     match = re.search(r'<pre id="result">(.*?)</pre>', dom, flags=re.DOTALL)
-    assert match is not None, "the script has not ended"
+    assert match is not None, "the script has not finished"
     return match[1]

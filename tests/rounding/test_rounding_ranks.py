@@ -51,12 +51,12 @@ def restarted(ranks: int, folder: Path) -> list[dict[str, Any]]:
 def test_the_noise_of_the_averaged_gradient_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
     ranks = run("variance", 4, tmp_path / "variance")
     assert len({rank["generator"] for rank in ranks}) == 1, (
-        "torch's generators are where one seed leaves them"
+        "torch's generators have the same state on all ranks"
     )
     variances = {int(n): value for n, value in ranks[0]["variance"].items()}
     assert variances[1] > 0
     assert all(rank["variance"]["4"] == variances[4] for rank in ranks), (
-        "all ranks hold the same average"
+        "all ranks have the same mean gradient"
     )
     for n in (2, 4):
         assert variances[n] * n / variances[1] == pytest.approx(1, rel=0.15)

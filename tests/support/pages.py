@@ -82,7 +82,7 @@ def apply(page: str, tree: Path) -> None:
         if block.language == "diff":
             path.write_text(patched(path.read_text(), block.text))
         else:
-            assert not path.exists(), f"{path} is not a new file"
+            assert not path.exists(), f"{path} already exists"
             path.write_text(block.text)
 
 
@@ -90,10 +90,10 @@ def patched(text: str, diff: str) -> str:
     """Return a file's text with the hunks of a diff applied. Each hunk must match exactly once."""
     for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
         lines = [line or " " for line in hunk.splitlines()]
-        assert all(line[0] in " +-" for line in lines), f"no diff:\n{hunk}"
+        assert all(line[0] in " +-" for line in lines), f"not a diff:\n{hunk}"
         old = "".join(f"{line[1:]}\n" for line in lines if line[0] != "+")
         new = "".join(f"{line[1:]}\n" for line in lines if line[0] != "-")
-        assert text.count(old) == 1, f"the hunk fits {text.count(old)} places:\n{hunk}"
+        assert text.count(old) == 1, f"the hunk matches {text.count(old)} times:\n{hunk}"
         text = text.replace(old, new)
     return text
 

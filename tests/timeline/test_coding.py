@@ -264,7 +264,9 @@ def test_bytes_that_stay_on_a_gpu_are_not_copied_to_the_host() -> None:
         used = replace(fleet, network=replace(fleet.network, transport=transport))
         assert rates(used, {"all": Known(MLP.graph, MLP.drawn, speeds)}).of("qsgd8") == rate
         cpu = Known(MLP.graph, MLP.drawn, speeds[:1])
-        assert rates(used, {"all": cpu}).of("qsgd8") == Rate(1e9, 2e9), "nothing is copied"
+        assert rates(used, {"all": cpu}).of("qsgd8") == Rate(1e9, 2e9), (
+            "gradients on a CPU are not copied to the host"
+        )
 
 
 def test_how_fast_this_processor_codes_is_measured_once() -> None:
@@ -275,7 +277,9 @@ def test_how_fast_this_processor_codes_is_measured_once() -> None:
     assert all(
         1e6 < speed < 1e13 for item in by_codec.values() for speed in (item.encode, item.decode)
     )
-    assert not any(item.on_device for item in by_codec.values()), "a CPU has no other memory"
+    assert not any(item.on_device for item in by_codec.values()), (
+        "a CPU has no codec speeds in device memory"
+    )
     (same,) = measured([codec_named("qsgd8")], 2**20, 3, on_device=True)
     assert 1e6 < same.encode < 1e13 and 1e6 < same.decode < 1e13
 
@@ -307,7 +311,7 @@ def test_codec_break_even_bandwidth() -> None:
                 schedule, cluster(candidate.until * times), [candidate.codec], rates
             )
             assert repeated.seconds < plain.seconds, (
-                "it is shorter all the same, by less than it is worth"
+                "the codec shortens the step on both sides of its break-even bandwidth"
             )
             assert (best(plain, [repeated]) is repeated) == wins
     without, candidates = paying(schedule, cluster(1e15), ["qsgd8", "qsgd4"], rates)

@@ -146,7 +146,9 @@ def test_a_measured_exchange_has_the_time_of_its_phases(
     link = CollectiveLink(bandwidth).seconds(sizes, ranks, phases) / groups
     assert measured == pytest.approx(link)
     least = MeasuredExchange([(1e9, 0.5)], groups).seconds(sizes, ranks, phases)
-    assert least.tolist() == [0.5 * phases] * len(sizes), "below a table, its first duration"
+    assert least.tolist() == [0.5 * phases] * len(sizes), (
+        "sizes below the table take its first duration"
+    )
     assert not MeasuredExchange(table).seconds(sizes, 1, phases).any()
 
 

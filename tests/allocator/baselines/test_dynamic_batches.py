@@ -82,7 +82,7 @@ def test_memory_limit_moves_samples_to_another_class() -> None:
         answer.plans,
     )
     assert (more.classes["v100"].peak_bytes or 0) > 0.8 * limit, (
-        "it trains with as many samples as it holds"
+        "the V100 has the largest batch that fits in its memory"
     )
 
 

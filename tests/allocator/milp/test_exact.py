@@ -181,7 +181,9 @@ def test_times_that_follow_neighbours_are_learned_or_in_the_program(
             search.compute_lower_bound()
             bound = search.state.lower_bound
             assert bound is not None
-            assert 0 <= bound <= best * (1 + 1e-6) + 1e-12, "what a solver takes for zero"
+            assert 0 <= bound <= best * (1 + 1e-6) + 1e-12, (
+                "the lower bound is at most the optimum, within the solver's tolerance"
+            )
             bounds.append(bound)
         exact = MilpAllocator().allocate(problem)
         # With the states of all neighbours in the program, times are exact.

@@ -98,4 +98,6 @@ def test_dominated_choices_are_evaluated_once(
     solution = solve_with_fixing(program, 0.1, 60.0, {})
     assert solution.values is not None
     relaxed, *cores = fixings
-    assert relaxed is None and cores and all(fixed for fixed in cores), "no program as a whole"
+    assert relaxed is None and cores and all(fixed for fixed in cores), (
+        "every program has fixed variables"
+    )

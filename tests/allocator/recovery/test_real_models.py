@@ -47,7 +47,7 @@ def test_recovered_plan_is_fast_and_has_less_variance_than_uniform_plans(
     assert answer.value <= min(fit)
     if room != 0.0:
         assert answer.value < min(fit), (
-            "T4 wait for V100 in narrow formats: there is something to recover"
+            "T4 ranks in narrow formats wait for V100 ranks, so operators can be restored"
         )
     assert answer.plans == PrecisionRecovery().allocate(problem).plans
 

@@ -68,15 +68,13 @@ def test_generated_code_compiles(
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if WHOLE:
         _keep(Path(WHOLE), f"{gpu}, {model}, {precision}, {how}", report)
-    assert report["ended"] and not report["lost"], (
-        "the whole model is one graph, of which all was traced"
-    )
+    assert report["ended"] and not report["lost"], "the model is traced completely, into one graph"
     broken = [kernel for kernel in report["kernels"] if kernel["why_not"]]
     assert report["kernels"] and not broken, broken
     if gpu == "t4":
-        assert report["bf16"] == [], "nothing compiles BF16 for a T4"
+        assert report["bf16"] == [], "no kernel for the T4 uses BF16"
     assert report["products"] == report["planned"], (
-        "what the plan says is a kernel is called, on operands that lie as it says"
+        "the planned kernels are called, with operands in the planned layouts"
     )
     assert report["calls"] == len(report["products"])
     # Only the H100 has FP8 units, and no FP8 convolution kernel exists.
@@ -84,7 +82,7 @@ def test_generated_code_compiles(
         (gpu, precision) == ("h100", "fp8") and model != "resnet"
     )
     if how == "kernels" and multiplied:
-        assert report["planned"], "there are layers large enough for a kernel"
+        assert report["planned"], "some layers are large enough for a kernel"
     scaled = precision in ("int8", "int8_grad", "fp8")
     if how == "plain" and precision.startswith("int8"):
         # Inductor generates the quantizer: no opaque operator is left that torch would compute

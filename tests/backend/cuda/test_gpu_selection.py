@@ -84,13 +84,13 @@ def test_gpu_properties_are_queried(
     assert set(lacks) == LACKS[capability]
     for why in lacks.values():
         assert f"this GPU is of {capability[0]}.{capability[1]}" in why, (
-            "who is left out is told why"
+            "the skip reason names the compute capability"
         )
     assert answer["here"] == [fmt for fmt in FORMATS if fmt not in lacks]
     assert answer["marks"] == [int(fmt in lacks) for fmt in FORMATS]
     if answer["missing"]:
         assert answer["missing"].startswith("no kernels: "), (
-            "nothing here compiles for it: no test runs, and each says why"
+            "tests without compiled kernels are skipped with a reason"
         )
         return
     assert answer["arch"] == DEVICES[capability] and answer["archs"] == [answer["arch"]]

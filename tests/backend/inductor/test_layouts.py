@@ -79,11 +79,13 @@ def test_row_operands_of_linear_layers_are_quantized_by_row(
     with torch.compiler.config.patch(force_disable_caches=True):
         _, (code,) = run_and_get_code(compiled, torch.randn(n, 3, h, w))
     assert strides[n, c, h, w] == {(h * w * c, 1, w * c, c)}, (
-        "the input of a convolution: channels last"
+        "the quantized input of a convolution is channels-last"
     )
-    assert strides[n, h, w, c] == {(h * w * c, w * c, c, 1)}, "that of a linear layer: rows"
+    assert strides[n, h, w, c] == {(h * w * c, w * c, c, 1)}, (
+        "the quantized input of a linear layer is row-major"
+    )
     copied = rf"empty_strided_cpu\(\({n * h * w}, {c}\), \({c}, 1\), torch\.int8\)"
-    assert not re.search(copied, code), "values are quantized, and then copied"
+    assert not re.search(copied, code), "quantized values are not copied"
 
 
 class Convolved(nn.Sequential):

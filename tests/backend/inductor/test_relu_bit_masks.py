@@ -77,16 +77,14 @@ def test_packed_masks_give_bit_equal_gradients(
     ]
     assert bits
     assert all(node.target is operator.getitem for node in masks), (
-        "but for what quantizers round, no byte is kept"
+        "only outputs of quantizers are saved as bytes"
     )
     order = {node: index for index, node in enumerate(forward.nodes)}
     for node in bits:
         source: Any = node
         while source.target is not torch.ops.aten.relu.default:
             source = source.args[0]
-        assert order[node] - order[source] <= 5, (
-            "right behind what it is made of, and not at the end"
-        )
+        assert order[node] - order[source] <= 5, "a mask is packed right after its ReLU"
     assert len(
         backward.find_nodes(op="call_function", target=torch.ops.qsync.unpack_bits.default)
     ) == len(bits)

@@ -33,7 +33,7 @@ def test_tiles_are_configured_by_data() -> None:
     if not configured:
         pytest.skip("this module was built without AMX")
     places = [re.search(r"#\s*([0-9a-f]+)", operand) for operand in configured]
-    assert all(places), f"tiles are configured from what was written to the stack: {configured}"
+    assert all(places), f"tiles are configured from constant data, not from the stack: {configured}"
     sections = subprocess.run(
         [readelf, "-SW", _C.__file__], capture_output=True, text=True, check=True
     ).stdout

@@ -76,7 +76,9 @@ def test_other_sums_are_near(
     )
     result = multiplied(a, b, torch.float32, isa=isa)
     assert near(result, a, b)
-    assert torch.equal(multiplied(a, b, BF16, isa=isa), result.to(BF16)), "rounded once"
+    assert torch.equal(multiplied(a, b, BF16, isa=isa), result.to(BF16)), (
+        "BF16 results are FP32 sums, rounded once"
+    )
 
 
 @every_isa

@@ -135,7 +135,7 @@ def test_nonfinite_values_propagate(isa: str) -> None:
         )
     huge = torch.tensor(torch.finfo(torch.float32).max / 2)
     assert (multiplied(a, b, torch.bfloat16, huge, isa=isa) == float("inf")).all(), (
-        "rounded up, as torch rounds"
+        "the largest FP32 value rounds to infinity in BF16, as in torch"
     )
 
 

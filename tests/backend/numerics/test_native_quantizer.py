@@ -128,7 +128,7 @@ def test_result_does_not_depend_on_denormal_flushing(isa: str) -> None:
     assert torch.set_flush_denormal(True)
     try:
         result = run_quantize(x, "stochastic", 127, 1, 1, isa=isa)
-        assert (x * 1.0 == 0).any(), "the mode was not left as it was"
+        assert (x * 1.0 == 0).any(), "the quantizer restores the denormal mode"
     finally:
         torch.set_flush_denormal(False)
     same(result, expected)
@@ -161,7 +161,7 @@ def test_stochastic_rounding_is_unbiased(isa: str) -> None:
     mean, squares = bias(isa, "stochastic", x, 600 if isa == "scalar" else 5000)
     assert mean < 5
     assert abs(squares) < 6
-    assert bias(isa, "nearest", x, 50)[1] > 50, "the measure must see a biased rounding"
+    assert bias(isa, "nearest", x, 50)[1] > 50, "the statistic detects a biased rounding"
 
 
 N = 2**19

@@ -157,7 +157,7 @@ def test_in_place_and_stochastic_is_unbiased(isa: str) -> None:
     variance = (repeats * p * (1 - p) * step**2).sum()
     assert abs((total - repeats * x.double()).sum() / variance.sqrt()) < 5
     assert abs((repeats * (below - x)).sum() / variance.sqrt()) > 100, (
-        "the measure must see a biased rounding"
+        "the statistic detects a biased rounding"
     )
 
 

@@ -69,7 +69,7 @@ def by_products(model: nn.Module, x: Tensor, dynamic: bool = False, **options: A
 def test_it_is_products_in_bf16_where_it_trains() -> None:
     assert by_products(Attending(), rows())
     assert by_products(Attending(scale=0.3), rows())
-    assert by_products(Attending(), rows(), precision="int8"), "attention is in BF16 there"
+    assert by_products(Attending(), rows(), precision="int8"), "attention runs in BF16 under INT8"
     assert by_products(Attending(), rows(saved_tensors.MOST_TOKENS))
 
 

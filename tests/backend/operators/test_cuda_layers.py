@@ -359,7 +359,7 @@ def test_a_model_trains_through_the_operators(
 
     before, calls = train()
     assert calls == (2 if native_integer_products() else 0), (
-        "the output of each layer, by the kernel of the CPU"
+        "the CPU kernel computes the output of each layer"
     )
     saved.clear()
     with assumed("sm_80", everything("sm_80", problems), on="cpu"):

@@ -84,7 +84,7 @@ def test_gradients_in_int8_cost_three_products_by_the_kernel() -> None:
         and "qsync::integer_products" not in calls
     )
     assert calls.count("qsync::quantize") == 3, (
-        "two operands and one gradient, which both products share"
+        "each operand is quantized once, and so is the gradient that both products share"
     )
 
 

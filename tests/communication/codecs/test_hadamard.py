@@ -144,7 +144,7 @@ def test_variance_of_a_language_model_is_lower() -> None:
         ]
         ratios[rotated] = sum(b for _, b in both) / sum(a for a, _ in both)
         lower = sum(b < a for a, b in both)
-        assert lower >= 0.7 * len(both), "most parameters"
+        assert lower >= 0.7 * len(both), "the rotation lowers the variance of most parameters"
     assert ratios["qsgd4h"] < 0.85 and ratios["qsgd8h"] < 0.85
     # The gradient of the embedding is the largest and has light tails in units of 128 values.
     assert ratios["qsgd2h"] > 1
@@ -176,7 +176,7 @@ def test_ranks_share_the_signs_of_a_step() -> None:
     by_step = [set(headers[:12]), set(headers[12:])]
     assert [len(item) for item in by_step] == [1, 1] and by_step[0] != by_step[1]
     codes = {bytes(message[4:].numpy()) for message in messages}
-    assert len(codes) == 16, "three ranks round independently, and all ranks round means equally"
+    assert len(codes) == 16, "ranks round gradients independently, and means equally"
 
 
 @every_rotated
@@ -204,7 +204,7 @@ def test_extreme_values(name: str) -> None:
     x_single = torch.zeros(codec.unit)
     x_single[5] = 2.0**-120
     assert torch.equal(coded(codec, x_single, Draw())[1], x_single), (
-        "all magnitudes equal the scale"
+        "all transformed magnitudes equal the scale"
     )
 
 

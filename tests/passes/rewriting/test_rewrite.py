@@ -131,7 +131,9 @@ def test_several_results() -> None:
         return torch.tanh(x).sin() + torch.tanh(x).cos() + x.sin() * x.cos()
 
     fuse = rewriting(find, put)
-    assert places(explained(fuse, model=model)) == {"find": 1}, "of one tensor, that is"
+    assert places(explained(fuse, model=model)) == {"find": 1}, (
+        "the pattern matches only sin and cos of the same tensor"
+    )
     x = torch.randn(4, 8)
     assert torch.allclose(compiled(model, precision="fp32", passes=[fuse])(x), model(x), atol=1e-5)
 

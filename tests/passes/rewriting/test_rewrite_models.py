@@ -211,7 +211,7 @@ def test_rewrites_together(case: str) -> None:
     counts = {name: done.count for name, done in explanation.rewritten.items()}
     assert counts["tap"] == LAYERS[case]
     assert counts["any_layer"] == counts["tap"], (
-        "an adapter has no bias, and so is none of these layers"
+        "adapters have no bias, so the pattern does not match them"
     )
     loss, grads = step(fast(model, *passes, precision="int8"), model, inputs)
     assert loss.isfinite()

@@ -93,7 +93,7 @@ def test_gradient_is_complete_after_its_last_reader() -> None:
         == len(schedule.backward) - 1
     )
     ends = mapper.schedule(whole_graphs=True).ready
-    assert ends == schedule.ready, "each graph has one layer"
+    assert ends == schedule.ready, "gradients of a one-layer graph are complete at its end"
 
 
 def test_a_shared_weight_waits_for_its_first_reader() -> None:
@@ -123,7 +123,7 @@ def test_unpacking_applies_to_tensors_saved_in_scaled_formats() -> None:
     assert [graph.values[cast.value].name for cast in mapper.states().unpacked] == ["input_1"]
     assert mapper.totals.unpacking > 0
     mapper.set("0/linear", "int8_grad")
-    assert mapper.totals.unpacking == 0, "its gradients multiply integers"
+    assert mapper.totals.unpacking == 0, "int8_grad multiplies saved integers without unpacking"
 
 
 def test_invalid_change_is_an_error_without_effect() -> None:

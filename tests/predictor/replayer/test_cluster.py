@@ -291,10 +291,10 @@ def test_nodes_of_each_class_are_read(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="equal number of ranks, not of a: 4, b: 2"):
         _ = cluster.exchange
     ring = replace(cluster, network=Network(1e10, ring=True))
-    assert ring.all_reduce == CollectiveLink(2e8), "the slowest link of a ring"
+    assert ring.all_reduce == CollectiveLink(2e8), "a ring is as fast as its slowest link"
     flat = {name: replace(device, node=Node()) for name, device in cluster.devices.items()}
     assert replace(cluster, devices=flat).all_reduce == CollectiveLink(2e8), (
-        "by default each device is a node of its own"
+        "by default each device is a separate node"
     )
 
 

@@ -33,7 +33,9 @@ def test_networks_that_were_left_out() -> None:
         for cell in every
         if cell.primitive == "MPI"
     ]
-    assert statistics.median(unchanged) > 0.2, "the 32-bit row itself is no prediction"
+    assert statistics.median(unchanged) > 0.2, (
+        "the 32-bit step time alone is not an accurate prediction"
+    )
 
 
 def test_one_bit_with_buckets_has_the_link_of_qsgd() -> None:

@@ -38,7 +38,7 @@ def rank(at: int, file: str, out: str) -> None:
     norm = nn.BatchNorm1d(64)
     norm.running_mean.fill_(at)  # type: ignore[union-attr]
     buffers = buffers_seconds(norm), buffers_seconds(nn.Linear(4, 4))
-    assert all(norm.running_mean == at), "they are sent as copies"  # type: ignore[arg-type]
+    assert all(norm.running_mean == at), "buffers are sent as copies"  # type: ignore[arg-type]
     tables = [measured.seconds, *(item.seconds for item in sent)]
     Path(f"{out}.{at}").write_text(json.dumps([tables, buffers]))
     assert (measured.backend, measured.ranks) == ("gloo", 2)

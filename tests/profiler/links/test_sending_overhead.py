@@ -117,13 +117,13 @@ def test_codec_time_reproduces_the_measured_steps(
         pytest.approx(coding, abs=0.01),
     )
     assert taken_in_steps(profile, table, [(PLAN, joint)]).coding is None, (
-        "how fast codecs are is not known"
+        "the profile has no codec speeds"
     )
     assert taken_in_steps(coded, Collective("gloo", 2, TABLE), [(PLAN, joint)]).coding is None, (
-        "the link of the codecs was not measured"
+        "the transport of the codecs was not measured"
     )
     assert taken_in_steps(coded, table, [(PLAN, replace(joint, coded=None))]).coding is None, (
-        "nothing was coded"
+        "no step with a codec was measured"
     )
 
 

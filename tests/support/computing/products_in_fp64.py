@@ -85,4 +85,4 @@ class Product:
             carrier
         ) * self.product.abs()
         bound += unit(found.dtype) * (self.value.abs() + bound)
-        assert (error <= bound).all(), f"an error of {(error / bound).max()} times what is allowed"
+        assert (error <= bound).all(), f"the error is {(error / bound).max()} times the bound"

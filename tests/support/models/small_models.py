@@ -87,7 +87,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     """Assert that two state dicts, or sets of gradients, are equal bit for bit."""
     assert found.keys() == wanted.keys()
-    assert found, "nothing to compare"
+    assert found, "there are no tensors to compare"
     for name in wanted:
         assert torch.equal(found[name], wanted[name]), (
             f"{name} differs by {(found[name] - wanted[name]).abs().max()}"

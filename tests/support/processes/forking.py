@@ -164,7 +164,9 @@ def main() -> list[str]:
         if added:
             del os.environ["OPENBLAS_NUM_THREADS"]
         threads = os.listdir("/proc/self/task")
-        assert len(threads) == 1, f"{len(threads)} threads cannot be forked"
+        assert len(threads) == 1, (
+            f"{len(threads)} threads are running: only one thread can be forked safely"
+        )
         return serve(door)
 
 

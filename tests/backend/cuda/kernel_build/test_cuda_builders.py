@@ -70,8 +70,8 @@ def test_one_of_two_processes_compiles(
     outputs = [process.communicate(timeout=200) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0] != ""
-    assert len(list(wanted.iterdir())) == 2, "both wanted what was not there"
-    assert calls() == 2, "two units, each compiled once"
+    assert len(list(wanted.iterdir())) == 2, "both processes request the missing kernels"
+    assert calls() == 2, "each of the two units is compiled once"
     assert nothing_is_left(home)
 
 
@@ -134,7 +134,7 @@ def test_interrupt_leaves_no_files(
     # A killed process ends after a delay.
     until = time.monotonic() + 30
     while any(alive(int(pid)) for pid in pids.read_text().split()):
-        assert time.monotonic() < until, "a compiler goes on running"
+        assert time.monotonic() < until, "a compiler is still running after the interrupt"
         time.sleep(0.05)
     assert entry_of(home).manifest.name == "small"
 

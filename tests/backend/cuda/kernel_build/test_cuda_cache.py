@@ -45,7 +45,9 @@ def test_a_library_answers(home: Path) -> None:
     assert library.shared_memory(path) == 4096
     with pytest.raises(KernelError, match="Error Workspace Null"):
         loaded.run(GemmArguments(n=8), 0, 0)
-    assert not hasattr(ctypes.CDLL(None), "qsync_run"), "its symbols must not be seen by others"
+    assert not hasattr(ctypes.CDLL(None), "qsync_run"), (
+        "the symbols of a kernel library are not global"
+    )
 
 
 def test_compiled_libraries_stay_loaded(home: Path, tmp_path: Path) -> None:

@@ -217,11 +217,11 @@ def judge(runtime: Path, arch: Arch, whole: bool) -> None:
     answers = check(runtime, [*(plain(arch) if whole else ()), *chosen])
     lines = [line for answer in answers for line in answer["lines"]]
     assert any(line.startswith("map") for line in lines) is (arch == "sm_90a"), (
-        "Hopper's kernels have tensor maps, and no others"
+        "only kernels for Hopper use tensor maps"
     )
     shared = [int(match[1]) for line in lines if (match := re.search(r"shared (\d+)", line))]
     assert max(shared) > 48 << 10 or arch == "sm_75", (
-        "some kernels ask for more than a launch has by default"
+        "some kernels need more than the default 48 KiB of shared memory"
     )
 
 

@@ -164,7 +164,7 @@ def test_a_kernel_that_cannot_be_started_is_switched_off_and_named_once(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(call(), want)
-    assert handle.runs == 2, "it is not tried again"
+    assert handle.runs == 2, "a disabled kernel is not launched again"
 
 
 def test_earlier_cuda_error_is_not_attributed_to_the_kernel() -> None:
@@ -263,7 +263,7 @@ def test_a_quantizer_that_cannot_be_started_is_switched_off_and_named_once(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = quantize(x)
-    assert handle.runs == 3, "it is not tried again"
+    assert handle.runs == 3, "a disabled quantizer is not launched again"
     assert all(
         torch.equal(a, b) and torch.equal(c, b) for a, b, c in zip(result, want, again, strict=True)
     )

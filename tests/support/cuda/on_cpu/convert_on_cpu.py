@@ -127,6 +127,6 @@ def run(
     assert kernel.can_implement(arguments) is None and kernel.workspace(arguments) == 0
     kernel.run(arguments, 0, 0)
     assert (memory[:start] == SENTINEL).all() and (memory[start + size :] == SENTINEL).all(), (
-        "it wrote beyond the result"
+        "the kernel wrote outside of the result"
     )
     return memory[start : start + size].view(dtype).view(shape)

@@ -40,7 +40,7 @@ def accumulated(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == torch.int8:
         sums = torch.mm(a.long(), b.long())
         assert int(sums.abs().max()) <= LARGEST_INT32 if sums.numel() else True, (
-            "kernels refuse a k for which this can be"
+            "kernels reject a k for which INT32 sums can overflow"
         )
         return sums.to(torch.int32).float()
     # Products of two FP32 numbers and sums of a few are exact in FP64; errors of longer sums are

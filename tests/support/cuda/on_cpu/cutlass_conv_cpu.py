@@ -102,8 +102,8 @@ def run(
     assert library.can_implement(arguments) is None
     workspace = torch.full((library.workspace(arguments) + 1,), 0x55, dtype=torch.uint8)
     library.run(arguments, workspace.data_ptr(), 0)
-    assert (d[:64] == -77).all(), "it wrote before the result"
-    assert (d[64 + shape.numel() :] == -77).all(), "it wrote beyond the result"
+    assert (d[:64] == -77).all(), "the kernel wrote before the result"
+    assert (d[64 + shape.numel() :] == -77).all(), "the kernel wrote beyond the result"
     return d[64 : 64 + shape.numel()].view(shape)
 
 

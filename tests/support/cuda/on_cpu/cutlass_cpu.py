@@ -167,7 +167,7 @@ def run(
     assert library.can_implement(arguments) is None
     workspace = torch.zeros(library.workspace(arguments) + 1, dtype=torch.uint8)
     library.run(arguments, workspace.data_ptr(), 0)
-    assert (d[m:] == -77).all() and (d[:, n:] == -77).all(), "it wrote beyond the result"
+    assert (d[m:] == -77).all() and (d[:, n:] == -77).all(), "the kernel wrote beyond the result"
     return d[:m, :n]
 
 
