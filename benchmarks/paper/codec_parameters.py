@@ -111,7 +111,7 @@ class PowersOfTwo(Codec):
 
 @dataclass(frozen=True)
 class OneBit(Codec):
-    """QSGD in 1 bit: each value is rounded stochastically to plus or minus its unit's largest."""
+    """QSGD in 1 bit: each value becomes plus or minus the largest magnitude of its unit."""
 
     size: int = 128
     name: str = "qsgd1"
