@@ -263,11 +263,16 @@ class TraceEvents:
         return sorted(result, key=lambda item: item.begin)
 
     def all_reduces(self) -> list[Travel]:
-        """Return the all-reduces. On a CPU a backend thread executes requests in order."""
+        """Return the all-reduces in the order of their requests.
+
+        On a CPU two backend threads execute them, so that a later one may start first; their
+        numbers have the order of requests.
+        """
         if not self.on_device:
             requested = [event for event in self.events if event.name == "c10d::allreduce_"]
             marks = (event for event in self.events if event.category == "user_annotation")
             done = [event for event in marks if event.name.endswith(":all_reduce")]
+            done.sort(key=lambda event: event.number("Record function id") or 0)
             pairs = zip(requested, done, strict=False)
             return [Travel(ask.begin, end.begin, end.end, (end, ask)) for ask, end in pairs]
         result = []

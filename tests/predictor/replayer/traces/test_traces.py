@@ -68,6 +68,23 @@ def test_schedule_duration_equals_the_step(folder: Path) -> None:
         assert schedule.optimizer >= adamw["dur"] / 1e6 - 1e-6
 
 
+def test_all_reduces_that_start_in_another_order_keep_their_sizes(
+    folder: Path, tmp_path: Path
+) -> None:
+    trace = json.loads((folder / "kineto-0.json").read_text())
+    events = [event for event in trace["traceEvents"] if event.get("name") == "gloo:all_reduce"]
+    events.sort(key=lambda event: event["ts"])
+    first, second = events[-3:-1]
+    first["ts"], second["ts"] = second["ts"], first["ts"]
+    path = tmp_path / "kineto-0.json"
+    path.write_text(json.dumps(trace))
+    expected, actual = (
+        [bucket.numel for bucket in read_steps(source)[-1].schedule.parameters]
+        for source in (folder / "kineto-0.json", path)
+    )
+    assert actual == expected and len(set(actual)) == len(actual)
+
+
 @pytest.mark.parametrize("with_execution", [True, False])
 def test_buckets_equal_ddp(folder: Path, with_execution: bool) -> None:
     """Both traces contain the sizes of buckets."""
