@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from data import Data, load
 
 from benchmarks.paper.support import text
-from benchmarks.support.models import vgg_layers
+from benchmarks.support.models import initialize_convolutions, vgg_layers
 
 Inputs = dict[str, Tensor]
 Draw = Callable[[int, int, torch.Generator], Inputs]
@@ -78,9 +78,7 @@ class Vgg(nn.Module):
         self.head = nn.Sequential(
             nn.AdaptiveAvgPool2d(7), nn.Flatten(), *heads, nn.Linear(4096, 1000)
         )
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        initialize_convolutions(self)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.head(self.features(images)), labels)

@@ -180,6 +180,13 @@ def vgg_layers(*widths: int, channels: int = 3, batch_norm: bool = True) -> list
     return layers
 
 
+def initialize_convolutions(model: nn.Module) -> None:
+    """Initialize the kernels of convolutions as He et al., as torchvision's VGGs do."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
 def vgg16_bn(batch: int = 16, size: int = 64) -> Case:
     """Return VGG-16 with batch norm (Simonyan and Zisserman, D) and one linear layer."""
 

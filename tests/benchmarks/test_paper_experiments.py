@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib import colors
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks import plots
 from benchmarks.paper import codec_parameters, fig6, table3
@@ -22,7 +22,7 @@ from benchmarks.paper.support.pair import Pair
 from benchmarks.paper.support.run_cache import RunCache
 from benchmarks.support.harness import write_json
 from qsync_fx.allocator import PlanEvaluator
-from qsync_fx.communication.codecs.codec import Draw
+from qsync_fx.communication.codecs.codec import Codec, Draw
 from tests.support import experiment_tables, tiers
 from tests.support.distributed import pair_rank
 from tests.support.planning.allocation_problems import fleet
@@ -199,23 +199,33 @@ def rows_of(script: str, task: str, options: list[str], folder: Path) -> dict[st
     return {row["way"]: row for row in json.loads(path.read_text())["rows"]}
 
 
+DRAWS = 400
+
+
+def coded(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the last message, its decoded values, and the mean of the values of all draws."""
+    wire = torch.zeros(codec.nbytes(len(values)), dtype=torch.uint8)
+    mean = torch.zeros_like(values)
+    for draw in range(DRAWS):
+        decoded = torch.zeros_like(values)
+        codec.encode(values, wire, Draw(seed=draw))
+        codec.decode(wire, decoded)
+        mean += decoded / DRAWS
+    return wire, decoded, mean
+
+
 @pytest.mark.parametrize("size", [1, 511, 1024, 1300])
 def test_levels_at_powers_of_two_are_rounded_to_without_bias(size: int) -> None:
     codec, levels = codec_parameters.PowersOfTwo(), codec_parameters.LEVELS
     torch.manual_seed(size)
-    values, mean, draws = torch.randn(size), torch.zeros(size), 400
+    values = torch.randn(size)
     values[0] = 0.0
-    wire = torch.zeros(codec.nbytes(size), dtype=torch.uint8)
-    for draw in range(draws):
-        decoded = torch.zeros(size)
-        codec.encode(values, wire, Draw(seed=draw))
-        codec.decode(wire, decoded)
-        mean += decoded / draws
+    wire, decoded, mean = coded(codec, values)
     scale = values[:512].abs().max()
     magnitudes = decoded[:512].abs() / scale if scale else decoded[:512]
     assert torch.isclose(magnitudes[:, None], levels).any(1).all()
     # The standard deviation of a value is at most half the largest distance of two levels.
-    assert (mean - values).abs().max() < 6 * 0.25 * values.abs().max() / draws**0.5 + 1e-6
+    assert (mean - values).abs().max() < 6 * 0.25 * values.abs().max() / DRAWS**0.5 + 1e-6
     codec.decode(wire, decoded, add=True)
     assert decoded[0] == 0.0
 
@@ -224,16 +234,11 @@ def test_levels_at_powers_of_two_are_rounded_to_without_bias(size: int) -> None:
 def test_one_bit_is_unbiased(size: int) -> None:
     codec = codec_parameters.OneBit()
     torch.manual_seed(size)
-    values, mean, draws = torch.randn(size), torch.zeros(size), 400
-    wire = torch.zeros(codec.nbytes(size), dtype=torch.uint8)
-    for draw in range(draws):
-        decoded = torch.zeros(size)
-        codec.encode(values, wire, Draw(seed=draw))
-        codec.decode(wire, decoded)
-        mean += decoded / draws
+    values = torch.randn(size)
+    wire, decoded, mean = coded(codec, values)
     assert torch.equal(decoded[:128].abs(), values[:128].abs().max().expand(min(size, 128)))
     # The standard deviation of a value is at most the largest magnitude.
-    assert (mean - values).abs().max() < 6 * values.abs().max() / draws**0.5 + 1e-6
+    assert (mean - values).abs().max() < 6 * values.abs().max() / DRAWS**0.5 + 1e-6
     sums = decoded.clone()
     codec.decode(wire, sums, add=True)
     assert torch.equal(sums, 2 * decoded)
