@@ -279,10 +279,13 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
         },
     }
     rows: list[Row] = []
-    for predictor, predicted in predictors.items():
-        mean, worst = errors(predicted, real)
+    for predictor, seconds_by_label in predictors.items():
+        mean, worst = errors(seconds_by_label, real)
         of_step = errors(
-            {label: seconds + profile.optimizer_seconds for label, seconds in predicted.items()},
+            {
+                label: seconds + profile.optimizer_seconds
+                for label, seconds in seconds_by_label.items()
+            },
             steps,
         )
         rows.append(
@@ -297,7 +300,9 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
                 "step_mean_%": of_step[0],
                 "step_worst_%": of_step[1],
                 "each_%": {
-                    plans_by_label[label][0]: round(100 * (predicted[label] / real[label] - 1), 2)
+                    plans_by_label[label][0]: round(
+                        100 * (seconds_by_label[label] / real[label] - 1), 2
+                    )
                     for label in targets
                 },
             }
