@@ -62,9 +62,9 @@ class Experiment:
 
     Args:
         options: command-line options.
-        kept: name of the run cache file.
+        name: file name of the run cache, without extension.
         epochs: epochs per run.
-        said: further top-level keys of the result file.
+        metadata: further top-level keys of the result file.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Experiment:
         torch.set_num_threads(1)
         self.quick, self.seeds = options.quick, by_size(options.quick, 1, options.seeds)
         self.rows: list[Row] = []
-        self._options, self._epochs, self._said = options, epochs, metadata
-        self._kept = RunCache(
+        self._options, self._epochs, self._metadata = options, epochs, metadata
+        self._cache = RunCache(
             options.partial / f"{by_size(options.quick, 'quick-', '')}{name}.json"
         )
 
@@ -82,7 +82,7 @@ class Experiment:
         """Add a row and write all rows to the result file."""
         self.rows.append(row)
         if self._options.json:
-            write_json(self._options.json, self.rows, self.quick, **self._said)
+            write_json(self._options.json, self.rows, self.quick, **self._metadata)
 
     def accuracy(
         self, title: str, settings: Mapping[str, Any], begin: Callable[[], Trains]
@@ -99,7 +99,7 @@ class Experiment:
         with progress("training", self.seeds * self._epochs) as advance:
             for seed in range(self.seeds):
                 accuracies.append(
-                    self._kept.get({**settings, "seed": seed}, lambda seed=seed: run(seed, advance))  # type: ignore[misc]
+                    self._cache.get({**settings, "seed": seed}, lambda seed=seed: run(seed, advance))  # type: ignore[misc]
                 )
         print(f"{title}: {', '.join(f'{value:.2%}' for value in accuracies)}", flush=True)
         return {
