@@ -315,7 +315,7 @@ def context_for(
         ambient=ambient,
         training=torch.is_grad_enabled(),
         complete=_starts_model(current) and reason is not None and not reason.graph_break,
-        seen=frozenset(observed),
+        earlier_operators=frozenset(observed),
         lowerings=operators.lowerings(),
         modules=modules,
     )

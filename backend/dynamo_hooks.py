@@ -133,7 +133,7 @@ def record(
     tensors = {id(parameter) for parameter in module.parameters()}
     if (tx := translator()) is not None:
         tensors |= {id(arg.example) for arg in tx.output.graphargs if arg.is_tensor}
-    roots = [(path, unwrapped(part)) for path, part in current.given]
+    roots = [(path, unwrapped(part)) for path, part in current.called_modules]
     if current.module is not None:
         roots = [(current.path, current.module)]
     for path, root in roots:

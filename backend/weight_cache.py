@@ -66,7 +66,7 @@ class _CachedCopies:
     trusted: bool = True
 
 
-_kept: Final[MutableMapping[Tensor, _CachedCopies]] = WeakTensorKeyDictionary()
+_copies_by_weight: Final[MutableMapping[Tensor, _CachedCopies]] = WeakTensorKeyDictionary()
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def _watch_steps() -> None:
 
 
 def _after_a_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for saved in _kept.values():
+    for saved in _copies_by_weight.values():
         saved.copies.clear()
 
 
@@ -99,9 +99,9 @@ def _copy(weight: Tensor, spec: CopySpec, seed: Tensor, queue: int | None) -> tu
     # An inference tensor has no version counter, and DDP runs compiled code once on fake tensors.
     if queue is None or weight.is_inference() or isinstance(weight, FakeTensor):
         return spec.of(weight, seed)
-    cached = _kept.get(weight)
+    cached = _copies_by_weight.get(weight)
     if cached is None:
-        cached = _kept[weight] = _CachedCopies()
+        cached = _copies_by_weight[weight] = _CachedCopies()
     if not cached.trusted:
         return spec.of(weight, seed)
     layout = weight.dtype, weight.device, weight.shape, weight.stride()

@@ -329,7 +329,7 @@ def _announce(console: Any, images: Any, job: Any, args: argparse.Namespace) -> 
         )
     console.print(
         "  Both are processes on this CPU with one thread each. "
-        f"BF16 is {native.how} here: {escape(native.reason)}.\n"
+        f"BF16 is {native.kind} here: {escape(native.reason)}.\n"
     )
     if args.data is None and images.name.startswith("scikit") and not args.quick:
         console.print(

@@ -37,7 +37,7 @@ class Assign:
         # graph may lack operators of training, and a graph without adjustable operators is not a
         # model.
         complete = context.complete and context.training and bool(ids)
-        check_plan(context.plan, ids, complete, context.seen, context.modules)
+        check_plan(context.plan, ids, complete, context.earlier_operators, context.modules)
         unasked: list[Operator] = []
         for operator in graph.operators():
             if operator.kind is not Kind.ADJUSTABLE or operator.note.pinned:

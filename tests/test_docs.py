@@ -118,7 +118,7 @@ def run(
 def computes_natively() -> bool:
     """Return whether this CPU has INT8 and BF16 units, as the CPU of the printed outputs has."""
     cpu = torch.device("cpu")
-    return all(support(cpu, FORMATS[name]).how == "native" for name in ("int8", "bf16"))
+    return all(support(cpu, FORMATS[name]).kind == "native" for name in ("int8", "bf16"))
 
 
 # Pages compile without caches, possibly on a busy machine.
@@ -392,7 +392,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
                 patch.setattr(
                     torch.cuda, "get_device_capability", lambda device, result=capability: result
                 )
-                if support.__wrapped__(torch.device("cuda", 0), fmt).how == "native":
+                if support.__wrapped__(torch.device("cuda", 0), fmt).kind == "native":
                     return (
                         "everywhere"
                         if capability == (7, 0) and fmt.bits >= 32
@@ -400,14 +400,14 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
                     )
         for arch in get_args(Arch):
             with assumed(arch):
-                if support.__wrapped__(torch.device("cuda", 0), fmt).how == "native":
+                if support.__wrapped__(torch.device("cuda", 0), fmt).kind == "native":
                     number = arch.strip("sm_a")
                     return f"from {number[:-1]}.{number[-1]} to 9.0, by [qsync kernels](kernels.md)"
         return "none"
 
     def row(fmt: Precision) -> tuple[str, ...]:
         result = list(dict.fromkeys(on_cpu(fmt, units) for units in (True, False)))
-        return f"`{fmt.name}`", "; or ".join(f"{s.how}: {s.reason}" for s in result), on_cuda(fmt)
+        return f"`{fmt.name}`", "; or ".join(f"{s.kind}: {s.reason}" for s in result), on_cuda(fmt)
 
     head = ("format", "on the CPU", "native on CUDA (compute capability)")
     return pages.markdown(head, map(row, FORMATS.values()))

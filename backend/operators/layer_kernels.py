@@ -215,7 +215,7 @@ def prepare(graph: PrecisionGraph) -> str:
     """
     device = graph.context.device
     if device.type == "cuda" and _layers(graph):
-        quantize_launch.tell(device)
+        quantize_launch.warn_about_missing_kernels(device)
     arch = known_of(device).arch
     if arch is None:
         return "no kernels" * (device.type == "cuda")
@@ -325,8 +325,8 @@ def _slower(output: Problem, speed: float, subject: str, wide: str) -> str | Non
 
 def _by_cublas(selected: KernelDecision) -> bool:
     """Return whether torch multiplies integers as such, as measured."""
-    kinds = {FORMATS[selected.taken.a].kind, FORMATS[selected.taken.b].kind}
-    is_gemm = isinstance(selected.taken, GemmProblem)
+    kinds = {FORMATS[selected.problem.a].kind, FORMATS[selected.problem.b].kind}
+    is_gemm = isinstance(selected.problem, GemmProblem)
     return selected.integers and is_gemm and kinds == {"integer"}
 
 

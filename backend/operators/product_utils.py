@@ -230,7 +230,7 @@ class ProductArguments(NamedTuple):
         pairs = xq, self.x_scale, wq, self.w_scale
         ctx.save_for_backward(*pairs, self.seed, *others, linked)
         ctx.dtypes = [None if t is None else t.dtype for t in self[:3]]
-        ctx.how = self.stream, self.fmt, self.rounding, self.gradients
+        ctx.settings = self.stream, self.fmt, self.rounding, self.gradients
         ctx.fmt, ctx.place, ctx.dispatcher = self.fmt, place(self.stream), self.dispatcher
         return linked
 
@@ -239,7 +239,7 @@ class GradientRounding:
     """How the gradients of a product are rounded, in a backward pass after `save`."""
 
     def __init__(self, ctx: Any, seed: Tensor) -> None:
-        self.stream, self.fmt, self.rounding, self.mode = ctx.how
+        self.stream, self.fmt, self.rounding, self.mode = ctx.settings
         self.seed, self.needed = seed, ctx.needs_input_grad
         self.dtypes = dict(zip((*Role, "bias"), ctx.dtypes, strict=True))
 
@@ -325,12 +325,12 @@ class _Widen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(seed)
-        ctx.how = x.dtype, stream
+        ctx.settings = x.dtype, stream
         return x.to(dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (seed,), (dtype, stream) = ctx.saved_tensors, ctx.how
+        (seed,), (dtype, stream) = ctx.saved_tensors, ctx.settings
         return narrowed(gradient, dtype, seed, stream, "stochastic"), None, None, None
 
 

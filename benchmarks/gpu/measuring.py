@@ -233,7 +233,7 @@ def best(problem: Problem, device: torch.device) -> tuple[KernelConfig, Problem]
     by_time = sorted(
         configuration.configs, key=lambda config: seconds.get(config.name, float("inf"))
     )
-    return by_time[0], configuration.taken
+    return by_time[0], configuration.problem
 
 
 def tuned(problem: Problem, device: torch.device) -> bool:

@@ -21,21 +21,21 @@ from qsync_fx.allocator.recovery import PrecisionRecovery
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.paper.support.devices import SLOW, Looked, capped, problem
+from benchmarks.paper.support.devices import SLOW, AnalyzedNetwork, capped, problem
 from benchmarks.paper.support.experiment import OPTIONS, OnImages
 from benchmarks.support.baselines import HessianGreedy, RandomGreedy
 from benchmarks.support.harness import arguments, show
 
 
-def plans_of(looked_model: Looked, batch: int) -> dict[str, PlanResult]:
+def plans_of(analyzed: AnalyzedNetwork, batch: int) -> dict[str, PlanResult]:
     """Return the plan of each indicator, under one memory limit."""
-    memory = capped(problem(looked_model, batch))
+    memory = capped(problem(analyzed, batch))
     ours, theirs = (
-        problem(looked_model, batch, method, memory=memory) for method in ("second_order", "paper")
+        problem(analyzed, batch, method, memory=memory) for method in ("second_order", "paper")
     )
     return {
         "random": RandomGreedy(0).allocate(ours),
-        "hessian": HessianGreedy(looked_model.sensitivities["hessian"]).allocate(ours),
+        "hessian": HessianGreedy(analyzed.sensitivities["hessian"]).allocate(ours),
         "paper": PrecisionRecovery().allocate(theirs),
         "second_order": PrecisionRecovery().allocate(ours),
         "second_order, milp": MilpAllocator().allocate(ours),
@@ -45,10 +45,10 @@ def plans_of(looked_model: Looked, batch: int) -> dict[str, PlanResult]:
 def main() -> None:
     options = arguments(__doc__, None, **OPTIONS)
     experiment = OnImages(options)
-    for name, looked_model in experiment.networks():
+    for name, analyzed in experiment.networks():
         batch = experiment.images(name).size.batch
-        planning = problem(looked_model, batch, memory=capped(problem(looked_model, batch)))
-        for indicator, answer in plans_of(looked_model, batch).items():
+        planning = problem(analyzed, batch, memory=capped(problem(analyzed, batch)))
+        for indicator, answer in plans_of(analyzed, batch).items():
             plan, evaluation = answer.plans[SLOW], evaluate_plan(planning, answer.plans)
             experiment.add(
                 {

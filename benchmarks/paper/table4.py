@@ -27,7 +27,7 @@ from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.paper.support.devices import SLOW, Looked, capped, problem, within
+from benchmarks.paper.support.devices import SLOW, AnalyzedNetwork, capped, problem, within
 from benchmarks.paper.support.experiment import OPTIONS, OnImages
 from benchmarks.paper.support.images import NETWORKS, Network
 from benchmarks.plans.fleets import narrow
@@ -38,11 +38,11 @@ Trained = Callable[[str, Mapping[str, str], Sequence[int]], Mapping[str, Any]]
 """Function of a title, a T4 plan and both batch sizes that returns the accuracy over all seeds."""
 
 
-def answers(looked_model: Looked, planning: Problem) -> Iterator[tuple[str, PlanResult]]:
+def answers(analyzed: AnalyzedNetwork, planning: Problem) -> Iterator[tuple[str, PlanResult]]:
     """Yield the name and plan of each training method for a cluster."""
 
     def other(name: str, batch: int) -> object:
-        return resized(planning.classes[name], looked_model.graphs[name], batch)
+        return resized(planning.classes[name], analyzed.graphs[name], batch)
 
     uniform = narrow(planning)
     yield "oracle", FullPrecision().allocate(planning)
@@ -54,13 +54,13 @@ def answers(looked_model: Looked, planning: Problem) -> Iterator[tuple[str, Plan
 
 
 def rows(
-    looked_model: Looked, batch: int, train: Trained, optimizer: OptimizerMemory = MOMENTUM
+    analyzed: AnalyzedNetwork, batch: int, train: Trained, optimizer: OptimizerMemory = MOMENTUM
 ) -> Iterator[Row]:
     """Yield one row per cluster and training method."""
-    unlimited = problem(looked_model, batch, optimizer=optimizer)
+    unlimited = problem(analyzed, batch, optimizer=optimizer)
     for cluster, allowed in {"A": None, "B": capped(unlimited)}.items():
         for method, answer in answers(
-            looked_model, problem(looked_model, batch, optimizer=optimizer, memory=allowed)
+            analyzed, problem(analyzed, batch, optimizer=optimizer, memory=allowed)
         ):
             plan, judged = answer.plans[SLOW], answer.evaluation
             batches = [device.batch or batch for device in answer.problem.cluster.devices.values()]
@@ -83,14 +83,14 @@ def rows(
 def main(description: str | None, networks: Mapping[str, Network]) -> None:
     options = arguments(description, None, **OPTIONS)
     experiment = OnImages(options, networks)
-    for name, looked_model in experiment.networks():
+    for name, analyzed in experiment.networks():
 
         def train(
             label: str, plan: Mapping[str, str], batches: Sequence[int], name: str = name
         ) -> Mapping[str, Any]:
             return experiment.row(name, label, plan, batches)
 
-        for row in rows(looked_model, experiment.images(name).size.batch, train):
+        for row in rows(analyzed, experiment.images(name).size.batch, train):
             experiment.add({"network": name, **row})
     show(experiment.rows)
 

@@ -25,7 +25,7 @@ from qsync_fx.progress import progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.paper.support.devices import looked, trained
+from benchmarks.paper.support.devices import analyze, trained
 from benchmarks.paper.support.experiment import LOOKED, OPTIONS, Experiment
 from benchmarks.paper.support.pair import Inputs, Pair
 from benchmarks.paper.support.text import (
@@ -182,7 +182,7 @@ def main() -> None:
     steps = by_size(experiment.quick, 1, LOOKED)
     parts = [part for part, _ in zip(shuffled(texts, size.batch, 0), range(steps), strict=False)]
     planned = Classifier(texts.words, size.shape)
-    looked_model = looked(
+    analyzed = analyze(
         copy.deepcopy(model), planned, loss, parts, [parts[0][0][:2]], ("second_order",)
     )
 
@@ -196,7 +196,7 @@ def main() -> None:
         }
         return experiment.accuracy(label, settings, lambda: Tuner(model, texts, low, batches, size))
 
-    for row in rows(looked_model, size.batch, train, ADAM):
+    for row in rows(analyzed, size.batch, train, ADAM):
         experiment.add({"network": "BERT, 2 layers", "size": described(size), **row})
     show(experiment.rows)
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from qsync_fx.formats import FORMATS
 from qsync_fx.ops.spec import Place
 from qsync_fx.predictor.indicator.rounding_variance import Product, product_noise
-from qsync_fx.profiler.sensitivity.closed_form_terms import Formulas, Looked
+from qsync_fx.profiler.sensitivity.closed_form_terms import Formulas, ObservedCall
 from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key, MethodSpec, register
 from qsync_fx.profiler.sensitivity.second_order import factored
 from qsync_fx.profiler.tensor_capture.gradient_probes import Erring, erring
@@ -88,25 +88,25 @@ def input_gradient_noise(
     return product_noise(of_x, gradient, weight, of_gradient, of_weight)
 
 
-def by_depth(looked: Looked, name: str, change: RoundingSite) -> float:
+def by_depth(observed: ObservedCall, name: str, change: RoundingSite) -> float:
     """Return the closed form of `omega` with the exact variances of each product."""
-    errors = erring(looked.seen, change, looked.gradients)
+    errors = erring(observed.call, change, observed.gradients)
     x, weight = (
-        (_square(errors, place) for place in looked.seen.row.scaled)
-        if looked.seen.row.scaled
+        (_square(errors, place) for place in observed.call.row.scaled)
+        if observed.call.row.scaled
         else (None, None)
     )
     g = _square(errors, OUTPUT, gradient=True)
     rest = sum(
         float(e.square.sum())
         for e in errors
-        if not e.gradient and e.place not in looked.seen.row.scaled
+        if not e.gradient and e.place not in observed.call.row.scaled
     )
-    incoming = looked.gradients.get(OUTPUT)
+    incoming = observed.gradients.get(OUTPUT)
     if x is None or weight is None or incoming is None:
         backward = sum(float(e.square.sum()) for e in errors if e.gradient)
-        return omega(looked.gamma, looked.depth, looked.deepest, rest, 0.0, backward)
-    product, a, b = factored(looked.seen)
+        return omega(observed.gamma, observed.depth, observed.deepest, rest, 0.0, backward)
+    product, a, b = factored(observed.call)
     nothing = torch.zeros_like(incoming, dtype=torch.float64)
     forward = float(product_noise(product, a, b, x, weight).sum())
     to_weight = float(
@@ -115,14 +115,16 @@ def by_depth(looked: Looked, name: str, change: RoundingSite) -> float:
     to_input = float(
         input_gradient_noise(product, a, b, incoming, weight, nothing if g is None else g).sum()
     )
-    return omega(looked.gamma, looked.depth, looked.deepest, forward + rest, to_weight, to_input)
+    return omega(
+        observed.gamma, observed.depth, observed.deepest, forward + rest, to_weight, to_input
+    )
 
 
-def by_fisher(looked: Looked, name: str, change: RoundingSite) -> float:
+def by_fisher(observed: ObservedCall, name: str, change: RoundingSite) -> float:
     """Return the mean squared first-order change of the loss: squared gradients * variance."""
     result = 0.0
-    for item in erring(looked.seen, change, looked.gradients):
-        slope = looked.gradients.get(item.place)
+    for item in erring(observed.call, change, observed.gradients):
+        slope = observed.gradients.get(item.place)
         if not item.gradient and slope is not None:
             result += float((item.square * slope.double().square()).sum())
     return result
@@ -151,13 +153,13 @@ class HessianIndicator:
         step.again(0)
         with step.captured.running(tapped(taps.tap)):
             loss = step.loss()
-        tensors = [call.tensors[weights[call.operator]] for call in taps.seen]
+        tensors = [call.tensors[weights[call.operator]] for call in taps.calls]
         edges = [tensor.edge for tensor in tensors]
         slopes: tuple[Tensor | None, ...] = torch.autograd.grad(
             loss, edges, create_graph=True, allow_unused=True
         )
         sums: dict[Key, float] = defaultdict(float)
-        for call, tensor, slope in zip(taps.seen, tensors, slopes, strict=True):
+        for call, tensor, slope in zip(taps.calls, tensors, slopes, strict=True):
             largest = 0.0
             if slope is not None and slope.requires_grad:
                 largest = self._largest(call.operator, tensor.edge, slope, step)

@@ -95,7 +95,7 @@ class SourcePlace:
         root: the module that paths start from, the whole model; None in plain functions.
         within: the path of `root`, if the option "root" says that it is part of a larger model.
         entered: whether the frame is the argument of torch.compile, not a callee or a continuation.
-        given: in plain functions, the modules that it may call, each with a path prefix for ids.
+        called_modules: modules that a plain function may call, each with a path prefix for ids.
     """
 
     code: CodeType | None = None
@@ -103,12 +103,12 @@ class SourcePlace:
     root: nn.Module | None = None
     within: str = ""
     entered: bool = False
-    given: tuple[tuple[str, nn.Module], ...] = ()
+    called_modules: tuple[tuple[str, nn.Module], ...] = ()
 
     @functools.cached_property
     def modules(self) -> dict[str, tuple[str, nn.Module]]:
         """Every module of the model with its path, by address, which is Dynamo's key."""
-        roots = self.given if self.root is None else ((self.within, self.root),)
+        roots = self.called_modules if self.root is None else ((self.within, self.root),)
         starts = ((start, item) for start, root in reversed(roots) for item in paths(root))
         named = ((joined(start, path), module) for start, (path, module) in starts)
         return {str(id(module)): (path, module) for path, module in named}
@@ -158,7 +158,7 @@ def place(options: Options) -> SourcePlace:
     inputs: Iterable[tuple[str, nn.Module]] = ()
     if code is not None:
         inputs = modules_in_reach(code, tx.f_locals, tx.f_globals)
-    return SourcePlace(code, entered=around.entered(code), given=tuple(inputs))
+    return SourcePlace(code, entered=around.entered(code), called_modules=tuple(inputs))
 
 
 def compile_for_this_module_only(current: SourcePlace) -> bool:

@@ -120,7 +120,7 @@ def identify_new(
         old = next((entry for entry in instead_of if notes[entry].id.operator == name), None)
         if old is not None:
             instead_of.remove(old)
-            _note(node, dataclasses.replace(notes[old], row=row, by=by, how=settings))
+            _note(node, dataclasses.replace(notes[old], row=row, by=by, change=settings))
             continue
         near_id, region = OpId("", name), None
         if near is not None:
@@ -130,7 +130,7 @@ def identify_new(
         op_id, kind = graph.whole.numbers.put_in(near_id, f"{by}.{name}"), Kind.FIXED
         if row is not None:
             kind = row.kind
-        _note(node, OperatorInfo(op_id, kind, "", row, autocast=region, by=by, how=settings))
+        _note(node, OperatorInfo(op_id, kind, "", row, autocast=region, by=by, change=settings))
 
 
 def _note(node: fx.Node, note: OperatorInfo) -> None:

@@ -117,10 +117,10 @@ def pre_dispatch(function: Callable[..., Any], values: Sequence[Any]) -> fx.Grap
 class Tracking(fx.Interpreter):
     """Interpreter that records the name of the current node, to attribute failures."""
 
-    at = ""
+    node_name = ""
 
     def run_node(self, n: fx.Node) -> Any:
-        self.at = n.name
+        self.node_name = n.name
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -302,7 +302,7 @@ class _Builder:
         try:
             traced = pre_dispatch(lambda *args: interpreter.run(*args), inputs)
         except Exception as error:  # noqa: BLE001 - an untraceable node stays as Dynamo wrote it
-            bad = next((n for n in nodes if n.name == interpreter.at), nodes[0])
+            bad = next((n for n in nodes if n.name == interpreter.node_name), nodes[0])
             self._leave(nodes, bad, type(error).__name__, str(error).partition("\n")[0])
             return
         if not bakes_in_fakes(traced):

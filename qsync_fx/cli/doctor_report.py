@@ -128,6 +128,6 @@ def formats_table() -> Table:
     for device in (torch.device("cpu"), *gpus):
         for fmt in FORMATS.values():
             result = support(device, fmt)
-            support_text = Text(result.how, styles[result.how])
+            support_text = Text(result.kind, styles[result.kind])
             rows.append((fmt.name, str(device), support_text, result.runs_as.name, result.reason))
     return output.table(("precision", "device", "how", "runs as", "why"), rows)

@@ -386,7 +386,7 @@ class Trained:
     `precisions` are names of formats; None for the formats with a native unit on the device.
     """
 
-    given: ModelArguments
+    arguments: ModelArguments
     module: Any
     step: Callable[[Any, Any], Tensor]
     batches: list[Any]

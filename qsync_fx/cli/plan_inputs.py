@@ -189,7 +189,7 @@ def sensitivities(available: PlanInputs, method: str) -> Sensitivity | dict[str,
             method,
             narrow,
             STEPS,
-            options=replace(trained.given.options, target=_target(profile.graph.device)),
+            options=replace(trained.arguments.options, target=_target(profile.graph.device)),
         )
     return result.get("", result)
 

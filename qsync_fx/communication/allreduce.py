@@ -61,7 +61,7 @@ class Reducer:
     tally: CommunicationStatistics = field(default_factory=CommunicationStatistics)
     outcome: StepOutcome = field(default_factory=StepOutcome)  # callers may clear `finite`
     used: bool = True  # whether the last step was finite on all ranks
-    own: int = field(init=False)  # index of this rank in `members`
+    member_index: int = field(init=False)  # index of this rank in `members`
     transport: Transport = field(init=False)
     checked: list[Transport] = field(init=False)  # whose headers are checked at the end of a step
     _buffers: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
@@ -69,8 +69,8 @@ class Reducer:
 
     def __post_init__(self) -> None:
         self.members = self.members or tuple(range(self.state.world))
-        self.own = self.members.index(self.state.rank)
-        settings = self.members, self.own, self.state.device
+        self.member_index = self.members.index(self.state.rank)
+        settings = self.members, self.member_index, self.state.device
         if self.collective is None:
             self.transport = PointToPoint(self.group, *settings)
         else:
@@ -82,7 +82,7 @@ class Reducer:
         flats = self.flats(bucket)
         self.mean(bucket, flats)
         self.put_back(bucket, flats)
-        self.end(bucket, *geometry.volumes(bucket.pieces, self.own, len(self.members)))
+        self.end(bucket, *geometry.volumes(bucket.pieces, self.member_index, len(self.members)))
 
     def mean(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         """Replace `flats` (FP32, one tensor for each piece) by their mean over the members."""
@@ -102,17 +102,17 @@ class Reducer:
                 self._gather_and_sum(part, values)
             else:
                 self.reduce_scatter(part, values)
-                self.all_gather(part, _cut(values, part.parts(self.own)), values)
+                self.all_gather(part, _cut(values, part.parts(self.member_index)), values)
 
     def scatter(self, bucket: Bucket) -> None:
         """Reduce-scatter a bucket in place: this rank's shards get the mean, all others zeros."""
         flats = self.flats(bucket)
         self.reduce_scatter(bucket, flats)
-        for part, flat in zip(bucket.parts(self.own), flats, strict=True):
+        for part, flat in zip(bucket.parts(self.member_index), flats, strict=True):
             flat[: part.start].zero_()
             flat[part.stop :].zero_()
         self.put_back(bucket, flats)
-        self.count(*geometry.scattering(bucket.pieces, self.own))
+        self.count(*geometry.scattering(bucket.pieces, self.member_index))
 
     def give(
         self, bucket: Bucket, shards: Sequence[Tensor], flats: Sequence[Tensor], add: bool = False
@@ -122,7 +122,7 @@ class Reducer:
         With `add`, coded shards are added to `flats`; FP32 shards replace its values.
         """
         self.all_gather(bucket, shards, flats, add)
-        self.count(*geometry.giving(bucket.pieces, self.own, len(self.members)))
+        self.count(*geometry.giving(bucket.pieces, self.member_index, len(self.members)))
 
     def end(self, bucket: Bucket, raw: int, theory: float) -> None:
         self.count(raw, theory)
@@ -206,7 +206,7 @@ class Reducer:
             outgoing.append(self._message(bucket, _cut(flats, parts), parts))
         sizes = [sizes_of(message.chunks) for message in outgoing]
         transfer = self.transport.scatter(self._header(bucket), bucket.about, sizes)
-        mine, world = outgoing[self.own], len(self.members)
+        mine, world = outgoing[self.member_index], len(self.members)
         means = _cut(flats, mine.parts)
         incoming = IncomingMessages(mine.chunks, range(world), means, divisor=world)
         self._exchange(bucket, transfer, outgoing, [incoming])
@@ -220,7 +220,7 @@ class Reducer:
             IncomingMessages(self._chunks(bucket, item), [owner], _cut(flats, item), add)
             for owner, item in enumerate(parts)
         ]
-        mine = self._message(bucket, shards, parts[self.own], summed=True)
+        mine = self._message(bucket, shards, parts[self.member_index], summed=True)
         sizes = [sizes_of(item.chunks) for item in incoming]
         header = self._header(bucket, summed=True)
         transfer = self.transport.gather(header, bucket.about, sizes)
@@ -389,7 +389,9 @@ class Hierarchy:
         flats = [like.new_zeros(old.size, dtype=torch.float32) for old, _, like in changes]
         shards = _cut(flats, [piece.part(part) for piece in local])
         for (old, _, _), shard in zip(changes, shards, strict=True):
-            state.take_feedback(self.share(old), self.reducer.own, len(self.reducer.members), shard)
+            state.take_feedback(
+                self.share(old), self.reducer.member_index, len(self.reducer.members), shard
+            )
         bucket = Bucket(_FEEDBACK, step, torch.empty(0), local, ())
         self._inside.all_gather(bucket, shards, flats)
         add_inside(self.reducer, self._inside)

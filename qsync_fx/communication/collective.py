@@ -52,7 +52,7 @@ class Collective:
     group: Any
     control: Any  # process group of all ranks on the CPU, for headers
     members: Sequence[int]  # ranks of `control`
-    own: int  # index of this rank in `members`
+    member_index: int  # index of this rank in `members`
     device: torch.device
     name: str = field(default=COLLECTIVE, init=False)
     on_device: bool = field(default=True, init=False)
@@ -67,11 +67,11 @@ class Collective:
 
     def scatter(self, header: MessageHeader, about: str, sizes: Sizes) -> CollectiveTransfer:
         lengths, world = [sum(item) for item in sizes], len(sizes)
-        self._log(header, about, lengths, [lengths[self.own]] * world)
+        self._log(header, about, lengths, [lengths[self.member_index]] * world)
         result = CollectiveTransfer(self, header, about, messages=world)
         for number in range(max(map(len, sizes))):
             sent = _chunk(sizes, number)
-            mine, to = self._buffer("own", number, sent[self.own]), self._without_own(sent)
+            mine, to = self._buffer("own", number, sent[self.member_index]), self._without_own(sent)
             source = self._buffer("send", number, sum(to))
             outgoing = self._with_own(torch.split(source, to), mine)
             self._add_all_to_all(result, number, outgoing, source, to, [mine.numel()] * world)
@@ -79,7 +79,7 @@ class Collective:
 
     def gather(self, header: MessageHeader, about: str, sizes: Sizes) -> CollectiveTransfer:
         lengths, world = [sum(item) for item in sizes], len(sizes)
-        self._log(header, about, [lengths[self.own]] * world, lengths)
+        self._log(header, about, [lengths[self.member_index]] * world, lengths)
         result = CollectiveTransfer(self, header, about, messages=1)
         for number in range(max(map(len, sizes))):
             received = _chunk(sizes, number)
@@ -87,7 +87,7 @@ class Collective:
                 self._add_all_gather(result, number, received)
                 continue
             # An all-gather would pad the messages, and gloo's copies all bytes once more.
-            mine = self._buffer("own", number, received[self.own])
+            mine = self._buffer("own", number, received[self.member_index])
             to = self._without_own([mine.numel()] * world)
             self._add_all_to_all(result, number, [mine], mine, to, received)
         return result
@@ -105,7 +105,7 @@ class Collective:
         by = self._without_own(received)
         target = self._buffer("receive", number, sum(by))
         start = partial(distributed.all_to_all_single, target, source, by, to)
-        mine = self._buffer("own", number, received[self.own])
+        mine = self._buffer("own", number, received[self.member_index])
         incoming = self._with_own(torch.split(target, by), mine)
         result.add(outgoing, incoming, start if sum(to) + sum(by) else None)
         result.nbytes += sum(to)
@@ -120,14 +120,14 @@ class Collective:
         start = partial(ALL_GATHER, target, source)
         slots = target.view(world, width).unbind()
         chunks = [slot[:size] for slot, size in zip(slots, received, strict=True)]
-        result.add([source[: received[self.own]]], chunks, start if width else None)
+        result.add([source[: received[self.member_index]]], chunks, start if width else None)
         result.nbytes += width * (world - 1)
 
     def faults(self) -> Sequence[HeaderFault]:
         """Exchange the headers of the step over the CPU; return those that do not match."""
         sent, expected = self._sent, self._expected
         self._forget()
-        peers = [index for index in range(len(self.members)) if index != self.own]
+        peers = [index for index in range(len(self.members)) if index != self.member_index]
         outgoing = {self.members[peer]: _packed(sent[peer]) for peer in peers}
         incoming = {
             self.members[peer]: torch.zeros(HEADER * len(expected[peer]), dtype=torch.uint8)
@@ -154,10 +154,10 @@ class Collective:
         settle(self.control, rank, world, step, StepOutcome([text]))
 
     def _without_own(self, sizes: Sequence[int]) -> list[int]:
-        return [0 if index == self.own else size for index, size in enumerate(sizes)]
+        return [0 if index == self.member_index else size for index, size in enumerate(sizes)]
 
     def _with_own(self, parts: Sequence[Tensor], mine: Tensor) -> list[Tensor]:
-        return [mine if index == self.own else part for index, part in enumerate(parts)]
+        return [mine if index == self.member_index else part for index, part in enumerate(parts)]
 
     def _buffer(self, role: str, number: int, nbytes: int) -> Tensor:
         # The work of one exchange is queued before the next one writes to the same buffers.

@@ -48,7 +48,7 @@ class Assigned:
     """Codec of each parameter's gradient, in model order."""
 
     name: str  # for reports
-    said: str  # what ranks compare
+    signature: str  # what ranks compare
     text: str  # identity for message headers and saved states
     codecs: tuple[Codec, ...]
     coded: tuple[bool, ...]  # whether the codec is not FP32
@@ -278,7 +278,7 @@ class DdpCompressor(CompressorHandle):
         )
 
     def statement(self) -> dict[str, list[str]]:
-        codec = [self.assigned.said, f"compared every {self._check_every} steps"]
+        codec = [self.assigned.signature, f"compared every {self._check_every} steps"]
         if self._loss_scaler is not None:
             codec.append("with the scale of a GradScaler")
         return {

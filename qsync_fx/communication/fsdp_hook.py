@@ -186,7 +186,7 @@ class ShardedCompression(CompressorHandle):
         about: str,
     ) -> Tensor:
         """Send `rows[i]`, FP32, to member i; return the sum of this rank's rows of all members."""
-        begin, position, tally = time.perf_counter(), reducer.own, reducer.tally
+        begin, position, tally = time.perf_counter(), reducer.member_index, reducer.tally
         state, members = reducer.state, reducer.members
         nbytes = pieces[position].codec.nbytes(pieces[position].size)
         header = MessageHeader(state.codec, state.rank, index, state.step)

@@ -179,7 +179,7 @@ class PointToPoint:
 
     group: Any  # a process group that no other code uses
     members: Sequence[int]  # ranks of the group
-    own: int  # index of this rank in `members`
+    member_index: int  # index of this rank in `members`
     device: torch.device = CPU  # of the gradients
     name: str = field(default=POINT_TO_POINT, init=False)
     on_device: bool = field(default=False, init=False)
@@ -190,13 +190,15 @@ class PointToPoint:
         outgoing = [
             self._outgoing("to", index, header, sizes[index]) for index in range(len(self.members))
         ]
-        peers = [[index] if index != self.own else [] for index in range(len(self.members))]
-        coming = [sizes[self.own]] * len(self.members)
-        return self._transfer(header, about, outgoing, peers, outgoing[self.own], coming)
+        peers = [
+            [index] if index != self.member_index else [] for index in range(len(self.members))
+        ]
+        coming = [sizes[self.member_index]] * len(self.members)
+        return self._transfer(header, about, outgoing, peers, outgoing[self.member_index], coming)
 
     def gather(self, header: MessageHeader, about: str, sizes: Sizes) -> PointToPointTransfer:
-        message = self._outgoing("mine", self.own, header, sizes[self.own])
-        peers = [index for index in range(len(self.members)) if index != self.own]
+        message = self._outgoing("mine", self.member_index, header, sizes[self.member_index])
+        peers = [index for index in range(len(self.members)) if index != self.member_index]
         return self._transfer(header, about, [message], [peers], message, sizes)
 
     def faults(self) -> Sequence[HeaderFault]:
@@ -215,7 +217,7 @@ class PointToPoint:
         coming: Sizes,
     ) -> PointToPointTransfer:
         incoming = [
-            mine if index == self.own else self._message("from", index, sizes)
+            mine if index == self.member_index else self._message("from", index, sizes)
             for index, sizes in enumerate(coming)
         ]
         return PointToPointTransfer(self, header, about, outgoing, peers, incoming)
@@ -224,7 +226,7 @@ class PointToPoint:
         self, role: str, index: int, header: MessageHeader, sizes: Sequence[int]
     ) -> _Message:
         result = self._message(role, index, sizes)
-        sender = self.members[self.own]
+        sender = self.members[self.member_index]
         replace(header, sender=sender, length=sum(sizes)).write(result.memory)
         return result
 
@@ -248,7 +250,7 @@ class PointToPointTransfer:
         peers: Sequence[Sequence[int]],
         incoming: Sequence[_Message],
     ) -> None:
-        self._header, self._members, self._own = header, transport.members, transport.own
+        self._header, self._members, self._own = header, transport.members, transport.member_index
         self._sent, self._peers, self._received = outgoing, peers, incoming
         self.outgoing = [message.coded for message in outgoing]
         self.incoming = [message.coded for message in incoming]

@@ -141,7 +141,7 @@ class DuoReport(Report):
     ahead: LookaheadStatistics = field(default_factory=LookaheadStatistics)
     outstanding: bool = False  # whether gradients await their full precision
     parameters: CommunicationStatistics | None = None  # of parameter exchange; None if not sharded
-    held: int = 0  # bytes of the optimizer's state and the parameter copies
+    state_bytes: int = 0  # bytes of the optimizer's state and the parameter copies
     bridge: int | None = None  # bytes on the device; None if no copies are in host memory
 
     def __str__(self) -> str:
@@ -157,7 +157,7 @@ class DuoReport(Report):
             text += f"\n  copies in host memory, by a bridge of {self.bridge / 1e6:.3f} MB"
         if (sent := self.parameters) is not None:
             text += (
-                f"\n  parameters: {_sent(sent)}, transfer {sent.transfer:.3f} s, "
-                f"{_compared(sent)}; memory of this rank's optimizer {self.held / 1e6:.3f} MB"
+                f"\n  parameters: {_sent(sent)}, transfer {sent.transfer:.3f} s, {_compared(sent)}"
+                f"; memory of this rank's optimizer {self.state_bytes / 1e6:.3f} MB"
             )
         return text

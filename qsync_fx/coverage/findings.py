@@ -210,7 +210,7 @@ class Uncovered:
 
     Attributes:
         ran: whether it has run, as far as known.
-        own: format that it computes in as written; None if no plan decides on it.
+        precision: format that it computes in as written; None if no plan decides on it.
         likely: operator that it would be in a graph, derived from its class name.
         lost: whether it runs differently than planned.
     """
@@ -219,7 +219,7 @@ class Uncovered:
     type: str
     cause: CoverageCause
     ran: bool
-    own: Precision | None
+    precision: Precision | None
     likely: OpId
     planned: Precision | None = None
     lost: bool = False
@@ -235,7 +235,7 @@ class Uncovered:
 
     def conforms_to(self, planned: Precision) -> bool:
         """Return whether the uncompiled module computes in the planned format."""
-        return self.own is None or self.own is planned
+        return self.precision is None or self.precision is planned
 
 
 @dataclass(frozen=True)

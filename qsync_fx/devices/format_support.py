@@ -121,12 +121,12 @@ class Support:
     """How a device runs a format.
 
     Attributes:
-        how: "native": its own unit; "simulated": the format's exact numerics on another unit;
+        kind: "native": its own unit; "simulated": the format's exact numerics on another unit;
             "substituted": another format.
         reason: one clause, for reports.
     """
 
-    how: Literal["native", "simulated", "substituted"]
+    kind: Literal["native", "simulated", "substituted"]
     runs_as: Precision
     reason: str
 
@@ -193,7 +193,7 @@ def forget() -> None:
 def default_precision(device: torch.device) -> Precision:
     """Return the default format: BF16 if it is native on the device, else FP32."""
     bf16 = precision("bf16")
-    return bf16 if support(device, bf16).how == "native" else FP32
+    return bf16 if support(device, bf16).kind == "native" else FP32
 
 
 def _cpu(fmt: Precision, exact: bool) -> Support:

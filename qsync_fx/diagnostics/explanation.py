@@ -339,7 +339,7 @@ def as_fast_wider(part: Explained | ReplayedPlan) -> Mapping[OpId, str]:
         if before is None or fmt is None or not _by_default(operator, before, part.context.plan):
             continue
         # Simulated formats have a line of their own, and are rarely chosen for speed.
-        native = support(part.context.device, fmt).how != "simulated"
+        native = support(part.context.device, fmt).kind != "simulated"
         if native and (why := before.slower(fmt)) is not None:
             result[operator.id] = why
     return result
@@ -457,8 +457,8 @@ def _substitutes(explanation: Explanation) -> Iterator[str]:
         context, fmt = operator.graph.context, operator.precision
         if fmt is not None:
             settings = support(context.device, fmt, context.options.emulate_unsupported)
-            if settings.how != "native":
-                result[str(fmt)] = f"{fmt}: {settings.how}, {settings.reason}"
+            if settings.kind != "native":
+                result[str(fmt)] = f"{fmt}: {settings.kind}, {settings.reason}"
     yield from result.values()
 
 

@@ -165,7 +165,7 @@ class Meeting:
                     reason = f"rank {rank} has not reached the comparison of {about or key} within"
                     do = "check its log; every rank must enter the same guard around the same loop"
                     failure = Failure(rank, f"{reason} {waited:.0f} s", None, do, lives=False)
-                    self.watcher.tell(failure)
+                    self.watcher.report(failure)
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
         return text
@@ -214,7 +214,7 @@ class Meeting:
         if isinstance(error, RankError):
             self.watcher.learn(Failure(error.rank, error.what, error.where, error.do), logs=False)
         else:
-            self.watcher.tell(Failure.of(self.rank, error))
+            self.watcher.report(Failure.of(self.rank, error))
         return None
 
 

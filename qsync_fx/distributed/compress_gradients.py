@@ -56,7 +56,7 @@ from qsync_fx.plan.cluster_plan import (
 )
 from qsync_fx.plan.plan import Plan
 
-Way = Codec | Duo | Mapping[str, str]
+Scheme = Codec | Duo | Mapping[str, str]
 """A codec for all gradients, DUO, or the codec of each parameter from a plan."""
 _SCALER_METHODS: Final = ("get_scale", "is_enabled")
 _DEVICES: Final = ("cpu", "cuda")
@@ -70,15 +70,15 @@ class CompressRequest:
     `planned` are the ranks per node, and `transport` is the transport, that a plan assumes.
     """
 
-    way: Way
+    scheme: Scheme
     hierarchical: bool | int = False
     planned: int = 0
     inside: Codec = PLAIN  # codec inside nodes; a plan has its own
     transport: str = ""
 
-    def tell(self, nodes: NodeGroups | None, transport: str) -> None:
+    def warn(self, nodes: NodeGroups | None, transport: str) -> None:
         """Warn if nodes or transport differ from the plan's, or all ranks share one node."""
-        if not self.way:  # a plan without codecs
+        if not self.scheme:  # a plan without codecs
             return
         size = 1 if nodes is None else nodes.size
         if self.transport not in ("", transport):
@@ -89,7 +89,7 @@ class CompressRequest:
             warnings.warn(text, stacklevel=3)
         if nodes is not None and len(nodes.ranks) == 1:
             inside = self.inside != PLAIN or (
-                isinstance(self.way, Mapping) and codes_inside(self.way)
+                isinstance(self.scheme, Mapping) and codes_inside(self.scheme)
             )
             use = "only the codec inside nodes is used"
             if not inside:
@@ -229,7 +229,7 @@ def compressible(name: str, parameter: nn.Parameter) -> None:
         raise OptionError(text, where=name, do=do)
 
 
-def of_units(chosen: Way) -> Codec:
+def of_units(chosen: Scheme) -> Codec:
     """Return the codec for FSDP units; raise `OptionError` if the request does not suit FSDP."""
     do = 'use DistributedDataParallel, or a codec such as "qsgd8"'
     if isinstance(chosen, Duo):
@@ -327,7 +327,7 @@ def compress(
         seed = checked_numbers(seed, least, check_every)
         fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
         request = checked(codec, optimizer, scaler, sharded, hierarchical, least, fsdp, inside)
-        chosen = request.way
+        chosen = request.scheme
         if fsdp:
             units, rows = of_units(chosen), unit_rows(model)
             for name, p in unwrapped(model).named_parameters():
@@ -359,7 +359,7 @@ def compress(
     if several_ranks():
         nodes = nodes_of_ranks(request.hierarchical, patience())
         transport = agreed_transport(transport, preferred, patience())
-        request.tell(nodes, transport)
+        request.warn(nodes, transport)
         group, collectives = gradient_groups(transport, device, nodes, patience())
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if fsdp:

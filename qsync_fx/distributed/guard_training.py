@@ -144,8 +144,8 @@ class Guard:
     def plan(self) -> ClusterPlan | None:
         """Active plan, if the guard replans; None otherwise."""
         if self._replanner is not None:
-            return self._replanner.found
-        return None if self._replan is None else self._replan.found
+            return self._replanner.plan
+        return None if self._replan is None else self._replan.plan
 
     @property
     def replanned(self) -> tuple[ReplanReport, ...]:

@@ -49,7 +49,7 @@ class Failure:
     """Failure of a rank, with the texts of a `RankError`."""
 
     rank: int | None
-    what: str
+    message: str
     where: str | None = None
     do: str | None = None
     lives: bool = True  # whether its process can still receive reports
@@ -73,7 +73,7 @@ class Failure:
 
     def error(self) -> RankError:
         do = self.do or "correct the error on that rank, and restart all ranks"
-        result = RankError(self.what, where=self.where, do=do)
+        result = RankError(self.message, where=self.where, do=do)
         result.rank = self.rank
         return result
 
@@ -106,10 +106,10 @@ class Channel:
         """Add `more` to a counter that all ranks share, and return the sum."""
         return self._ask(lambda: int(self._store.add(key, more)))
 
-    def tell(self, failure: Failure) -> None:
+    def report(self, failure: Failure) -> None:
         self.put(f"failure/{self.count('failures', 1)}", failure.to_json())
 
-    def told(self) -> Failure | None:
+    def first_failure(self) -> Failure | None:
         """Return the first reported failure; None without one."""
         text = self.get("failure/1")
         return None if text is None else Failure.from_json(text)
@@ -195,9 +195,9 @@ class Watcher:
             self.channel.count("hurry", 1)
         self._known.wait(seconds)
 
-    def tell(self, failure: Failure) -> None:
+    def report(self, failure: Failure) -> None:
         """Report a failure to all ranks, including this one."""
-        self.channel.tell(failure)
+        self.channel.report(failure)
         self.learn(failure, logs=failure.rank != self.channel.rank)
         self.linger()
 
@@ -239,7 +239,7 @@ class Watcher:
         state = {True: "compiles", False: "runs"}[self._is_compiling]
         self.channel.put(f"beat/{self.channel.rank}", f"{state} {beats}")
         if self.failure is None:
-            if (reported := self.channel.told()) is not None:
+            if (reported := self.channel.first_failure()) is not None:
                 self.learn(reported)
             else:
                 self._look(now)
@@ -257,9 +257,9 @@ class Watcher:
             if not process or not has_ended(process):
                 continue
             # A rank that finishes marks itself as done before its process ends.
-            if channel.get(f"beat/{rank}") != _DONE and channel.told() is None:
+            if channel.get(f"beat/{rank}") != _DONE and channel.first_failure() is None:
                 message = f"the process of rank {rank} has ended without a report"
-                self.tell(Failure(rank, message, None, _REMEDY, lives=False))
+                self.report(Failure(rank, message, None, _REMEDY, lives=False))
                 return
         limit = self.silence
         if channel.count("hurry"):
@@ -273,12 +273,12 @@ class Watcher:
             silent = now - self._seen[rank][1]
             if silent > limit:
                 message = f"rank {rank} has sent no heartbeat for {silent:.0f} s"
-                self.tell(Failure(rank, message, f"limit: {limit:g} s", _REMEDY, lives=False))
+                self.report(Failure(rank, message, f"limit: {limit:g} s", _REMEDY, lives=False))
                 return
             if not text.startswith("compiles"):
                 self._since.pop(rank, None)
             elif (compiled := now - self._since.setdefault(rank, now)) > self.compiling:
                 do = "raise the limit with guard(..., compiling=SECONDS), or check its log"
                 message = f"rank {rank} has been compiling for {compiled:.0f} s"
-                self.tell(Failure(rank, message, f"limit: {self.compiling:g} s", do))
+                self.report(Failure(rank, message, f"limit: {self.compiling:g} s", do))
                 return

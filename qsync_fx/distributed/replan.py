@@ -132,7 +132,7 @@ class ReplanReport:
     causes: tuple[ReplanCause, ...]
     before: ReplanCosts | None  # of the previous plan under current conditions
     after: ReplanCosts | None = None  # None if the previous plan stays active
-    kept: str = ""  # why the previous plan stays active
+    reason: str = ""  # why the previous plan stays active
     start: tuple[int, int] | None = None  # epoch and step with the first new batches; None: no move
     formats_stay: bool = False  # whether the new plan has the previous formats and codecs
 
@@ -150,7 +150,7 @@ class ReplanReport:
         if self.after is None:
             text = f"the plan stays active after step {self.step}, although {why}\n"
             now = f"\n  now:    {self.before}" if self.before is not None else ""
-            return f"{text}  reason: {self.kept}{now}"
+            return f"{text}  reason: {self.reason}{now}"
         text = f"a new plan is active from step {self.step + 1}, because {why}\n"
         text += f"  before: {self.before}\n  after:  {self.after}"
         if not self.formats_stay:
@@ -170,16 +170,16 @@ class Replanning(Hysteresis):
     """Settings for `guard(model, replan=...)`: those of `Hysteresis`, and the following.
 
     Attributes:
-        found: the result of `qsync_fx.distributed.measure_and_plan` that the model trains under.
-        compression: the result of `compress(ddp, found)`, required for plans with codecs.
-        sampler: the `DistributedBatchSampler(dataset, found)` of training, if the plan has local
+        plan: the result of `qsync_fx.distributed.measure_and_plan` that the model trains under.
+        compression: the result of `compress(ddp, plan)`, required for plans with codecs.
+        sampler: the `DistributedBatchSampler(dataset, plan)` of training, if the plan has local
             batches. Replanning then moves samples between ranks; without it, batches stay.
         free: returns the free bytes of this rank's device, or None if unknown; overrides the
             system's value.
         clock: in seconds; by default wall time, which includes delays by other programs.
     """
 
-    found: FleetPlan
+    plan: FleetPlan
     compression: DdpCompressor | None = field(default=None, kw_only=True)
     sampler: DistributedBatchSampler | None = field(default=None, kw_only=True)
     free: Callable[[], float | None] | None = field(default=None, kw_only=True)
@@ -187,30 +187,30 @@ class Replanning(Hysteresis):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.found, FleetPlan):
+        if not isinstance(self.plan, FleetPlan):
             raise OptionError(
                 "replanning requires a FleetPlan with its measurements, not a value of type "
-                f"{type(self.found).__name__}",
-                where="Replanning(found=...)",
+                f"{type(self.plan).__name__}",
+                where="Replanning(plan=...)",
                 do="pass the result of qsync_fx.distributed.measure_and_plan in this process",
             )
         compression = self.compression
-        size, _ = nodes_noted(self.found.notes) or (1, False)
+        size, _ = nodes_noted(self.plan.notes) or (1, False)
         nodes = None if compression is None else compression.nodes
         if compression is not None and size != (1 if nodes is None else nodes.size):
             text = f"the plan assumes nodes of {size} ranks, but compression has {nodes or 'none'}"
-            do = "pass the result of qsync_fx.distributed.compress(ddp, found) for this plan"
+            do = "pass the result of qsync_fx.distributed.compress(ddp, plan) for this plan"
             raise OptionError(text, where="Replanning", do=do)
-        planned = compression and by_plan(self.found.codecs, compression.names).text
+        planned = compression and by_plan(self.plan.codecs, compression.names).text
         active = compression and compression.assigned.text
-        if CODECS in self.found.notes and (active is None or active != planned):
+        if CODECS in self.plan.notes and (active is None or active != planned):
             text = "the plan has gradient codecs, but replanning has no compression that uses them"
-            do = "pass the result of qsync_fx.distributed.compress(ddp, found) for this plan"
+            do = "pass the result of qsync_fx.distributed.compress(ddp, plan) for this plan"
             raise OptionError(text, where="Replanning(compression=...)", do=do)
-        if self.sampler is not None and self.sampler.batches != _batches(self.found):
+        if self.sampler is not None and self.sampler.batches != _batches(self.plan):
             text = f"the sampler has the batch sizes {list(self.sampler.batches)}, but the plan "
-            text += f"{list(_batches(self.found)) or 'none'}"
-            do = 'plan with batch="global", and pass DistributedBatchSampler(dataset, found)'
+            text += f"{list(_batches(self.plan)) or 'none'}"
+            do = 'plan with batch="global", and pass DistributedBatchSampler(dataset, plan)'
             raise OptionError(text, where="Replanning(sampler=...)", do=do)
 
     @property
@@ -230,8 +230,8 @@ class Replanner:
         peaks: PeakCheck,
         optimizers: Callable[[], Iterable[Optimizer]],
     ) -> None:
-        _check(model, settings.found)
-        if settings.found.batches and settings.sampler is None:
+        _check(model, settings.plan)
+        if settings.plan.batches and settings.sampler is None:
             _LOG.warning(
                 "the plan has local batches, but replanning has no sampler, so it changes formats "
                 "only; to move samples, pass Replanning(..., sampler=...)"
@@ -239,12 +239,12 @@ class Replanner:
         self._model, self._settings, self._meeting, self._peaks = model, settings, meeting, peaks
         self._optimizers = optimizers
         self._device = next(model.parameters()).device
-        self.found, self.history = settings.found, list[ReplanReport]()
-        self._own = settings.found.ranks[meeting.rank]
-        self._predicted = _predicted(settings.found)
+        self.plan, self.history = settings.plan, list[ReplanReport]()
+        self._own = settings.plan.ranks[meeting.rank]
+        self._predicted = _predicted(settings.plan)
         self._caps = {name: cost.memory for name, cost in self._predicted.items()}
         self._slowdowns = dict.fromkeys(self._predicted, 1.0)
-        self._links = ProbedLinks(settings.found.notes, settings, self._device)
+        self._links = ProbedLinks(settings.plan.notes, settings, self._device)
         self._link_times: LinkTimes | None = None
         self._planned: dict[str, float] = {}
         self._steps, self._window = 0, StepWindow(resting=settings.patience)
@@ -274,7 +274,7 @@ class Replanner:
             if sampler is not None:
                 mine = replace(mine, position=sampler.position)
             distributed.all_gather_object(everyones, mine, group=control())
-            result, links = drift(everyones, self.found.ranks), self._links.look()
+            result, links = drift(everyones, self.plan.ranks), self._links.look()
             if links is not None:
                 result = replace(result or Drift(), links=links)
             if result is not None:
@@ -302,7 +302,7 @@ class Replanner:
             compression = self._settings.compression
             nodes = None if compression is None else compression.nodes
             self._link_times = self._links.times(nodes)
-        requested = {self.found.ranks[rank] for rank in (*result.tight, *result.roomy)}
+        requested = {self.plan.ranks[rank] for rank in (*result.tight, *result.roomy)}
         self._planned |= {name: result.allowed[name] for name in requested}
         planned = self._planned.items()
         self._planned = {n: size for n, size in planned if size < (self._caps[n] or math.inf)}
@@ -324,17 +324,17 @@ class Replanner:
         _LOG.warning("%s", decided)
 
     def _switch(self, plan: ClusterPlan, start: tuple[int, int] | None = None) -> None:
-        self.found, self._predicted = self._solution or FleetPlan(plan), _predicted(plan)
+        self.plan, self._predicted = self._solution or FleetPlan(plan), _predicted(plan)
         switch_plan(self._model, plan)
         if (compression := self._settings.compression) is not None:
             compression.change(by_plan(plan.codecs, compression.names))
         if start is not None and self._settings.sampler is not None:
-            self._settings.sampler.change(_batches(self.found), start)
+            self._settings.sampler.change(_batches(self.plan), start)
         self._peaks.follow(self._predicted[self._own])
 
     def _solved(self, causes: tuple[ReplanCause, ...], start: tuple[int, int]) -> dict[str, Any]:
         """Return the decision; `start` is the epoch and step from which batches may change."""
-        survey, old = self.found.survey, self.found.answer
+        survey, old = self.plan.survey, self.plan.answer
         assert survey is not None and old is not None
         limits = {name: self._planned.get(name, cap) for name, cap in self._caps.items()}
         memory = {name: size for name, size in limits.items() if size is not None}
@@ -375,7 +375,7 @@ class Replanner:
             yield ReplanCause(-1, "", PlanChange.LINKS, seconds, seconds * result.links)
         for change in ("slower", "faster", "tight", "roomy"):
             for rank in getattr(result, change):
-                name, summary = self.found.ranks[rank], everyones[rank]
+                name, summary = self.plan.ranks[rank], everyones[rank]
                 before = self._predicted[name].computing
                 after = (before or 0.0) * (summary.pace or 1.0)
                 if change == "tight":

@@ -29,17 +29,17 @@ class Rule:
     """Rule of an operator whose precision no plan decides.
 
     Attributes:
-        inputs: the nodes whose formats decide; empty if the precision is always `own`.
-        own: the precision if no input has a format: the model's.
+        inputs: the nodes whose formats decide; empty if the precision is always `default`.
+        default: the precision if no input has a format: the model's.
         promotes: whether all inputs are promoted, instead of the first input's format.
         scalars: the finite scalar arguments; a scalar beyond the range of the promoted format makes
-            the precision `own`.
+            the precision `default`.
         named: the result format that the arguments name: `softmax(x, dtype=torch.float32)`.
         in_place: whether the operator writes to its first input, whose format the result has.
     """
 
     inputs: tuple[fx.Node, ...]
-    own: Precision | None
+    default: Precision | None
     promotes: bool = False
     scalars: tuple[float, ...] = ()
     named: Precision | None = None
@@ -58,11 +58,11 @@ class Rule:
         """Return the precision for the formats of `inputs`, and a scalar that does not fit it."""
         widest = self.promotion(formats)
         if widest is None:
-            return self.own, None
+            return self.default, None
         # Models write `masked_fill(mask, torch.finfo(torch.float32).min)`.
         for scalar in self.scalars:
             if abs(scalar) > widest.max:
-                return self.own, scalar
+                return self.default, scalar
         return widest, None
 
     def output(self, result: Precision | None) -> Precision | None:

@@ -86,7 +86,7 @@ class Operator:
         note = self.note
         parts = list(filter(None, (note.reason, str(note.computed or ""))))
         if note.by and parts:
-            parts.insert(0, f"{note.how} by {note.by}")
+            parts.insert(0, f"{note.change} by {note.by}")
         return "; ".join(parts)
 
     @property
@@ -156,7 +156,7 @@ class Operator:
         """Return why a wider format is as fast on the device, or None if it is not or unknown."""
         context = self.graph.context
         offered = support(context.device, fmt)
-        if offered.how == "simulated":
+        if offered.kind == "simulated":
             return offered.reason
         if fmt.bits >= 32 or self.row is None or not self.row.scaled:
             return None  # a product without a weight has no lowering that knows its shape
@@ -202,7 +202,7 @@ class Context:
         fake_mode: the mode of every fake tensor in the graph; None for a graph without tensors.
         ambient: (enabled, dtype) of an autocast region around the entire graph.
         complete: whether the graph is the entire model (no graph break, no split by DDP).
-        seen: operators of earlier graphs of the model, which the plan may name.
+        earlier_operators: operators of earlier graphs of the model, which the plan may name.
         lowerings: lowerings of adjustable operators to `qsync::` operators, by row name.
     """
 
@@ -213,7 +213,7 @@ class Context:
     ambient: tuple[bool, torch.dtype] | None = None
     training: bool = True
     complete: bool = True
-    seen: frozenset[OpId] = frozenset()
+    earlier_operators: frozenset[OpId] = frozenset()
     modules: frozenset[str] | None = None
     lowerings: Mapping[str, Any] = field(default_factory=dict, compare=False)
 

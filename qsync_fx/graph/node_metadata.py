@@ -36,7 +36,7 @@ class OperatorInfo:
         stream: random stream of its gradients' roundings; None without qsync roundings.
         computed: implementation of a lowered operator's products; None for other operators, and on
             devices without qsync kernels.
-        by, how: the pass that inserted the operator ("" for none), and "inserted" or "rewritten".
+        by, change: the pass that inserted the operator ("" for none); "inserted" or "rewritten".
     """
 
     id: OpId
@@ -53,7 +53,7 @@ class OperatorInfo:
     stream: int | None = None
     computed: object | None = None
     by: str = ""
-    how: str = "inserted"
+    change: str = "inserted"
 
 
 @dataclass(frozen=True)

@@ -144,10 +144,10 @@ def size_in(value: Any, fmt: Precision | None) -> Size:
 
 @dataclass(frozen=True)
 class FormatSource:
-    """The format of a node's value: the output of `site`, or without one, `own` under any plan."""
+    """Format of a node's value: the output of `site`, or without one, `fixed` under any plan."""
 
     site: OperandSite | None
-    own: Precision | None
+    fixed: Precision | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,15 +163,15 @@ class CastSite:
     operand: Operand | None
     used: fx.Node
     origin: fx.Node
-    used_held: FormatSource
-    origin_held: FormatSource
+    used_format: FormatSource
+    origin_format: FormatSource
     value: Any
     shared: Hashable
 
     def wanted(self, precision: Precision | None) -> Precision | None:
         """Return the format that a reader in `precision` reads the value in; None for any."""
         if self.reader is None or self.operand is None:
-            return self.used_held.own
+            return self.used_format.fixed
         return self.reader.reader.read_as(precision, self.operand, self.value)
 
 
@@ -182,7 +182,7 @@ class FormatChange:
     graph: PrecisionGraph
     reader: OperandSite
     origin: fx.Node
-    held: FormatSource
+    origin_format: FormatSource
     requested: bool
 
 
@@ -202,7 +202,7 @@ def _places(flow: Flow, graph: PrecisionGraph) -> Iterator[CastSite | FormatChan
 
     def reads(site: OperandSite | None, operand: Operand | None, used: fx.Node) -> list[CastSite]:
         origin, live, value = sharing.origin(used), held(used), graph.value(used)
-        if live.own is None:
+        if live.fixed is None:
             return []
         key = graph, origin, sharing.epoch(origin)
         return [CastSite(graph, site, operand, used, origin, live, held(origin), value, key)]
@@ -256,8 +256,8 @@ def casts(flow: Flow, states: States, where: Sequence[CastSite | FormatChange]) 
 
     def current(live: FormatSource) -> Precision | None:
         if live.site is None or live.site.node not in states:
-            return live.own
-        return states[live.site.node].output or live.own
+            return live.fixed
+        return states[live.site.node].output or live.fixed
 
     for place in where:
         reader, precision, output = place.reader, None, None
@@ -267,11 +267,11 @@ def casts(flow: Flow, states: States, where: Sequence[CastSite | FormatChange]) 
             precision, output = states[reader.node].precision, states[reader.node].output
         key: Hashable
         if isinstance(place, CastSite):
-            before, after = current(place.origin_held), place.wanted(precision)
-            needed = needs_cast(before, current(place.used_held), after)
-            key, owner, requested = place.shared, reader or place.origin_held.site, False
+            before, after = current(place.origin_format), place.wanted(precision)
+            needed = needs_cast(before, current(place.used_format), after)
+            key, owner, requested = place.shared, reader or place.origin_format.site, False
         else:
-            before, after, requested = current(place.held), output, place.requested
+            before, after, requested = current(place.origin_format), output, place.requested
             needed = changes_format(before, after, requested)
             key, owner = (reader, requested), reader
         if before is None or after is None or not needed or (key, after.name) in result:

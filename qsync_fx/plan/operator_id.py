@@ -322,7 +322,7 @@ class OpId:
 class Numbering:
     """Counter of operators per module and name, and the last module called."""
 
-    seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     last: str = ""
 
     def number(self, module: str, operator: str) -> OpId:
@@ -336,11 +336,11 @@ class Numbering:
         return self._next(near.module, operator, near.after)
 
     def _next(self, module: str, operator: str, after: str) -> OpId:
-        self.seen[module, operator, after] += 1
-        return OpId(module, operator, self.seen[module, operator, after] - 1, after)
+        self.counts[module, operator, after] += 1
+        return OpId(module, operator, self.counts[module, operator, after] - 1, after)
 
     def copy(self) -> Numbering:
-        return Numbering(Counter(self.seen), self.last)
+        return Numbering(Counter(self.counts), self.last)
 
 
 def escaped(part: str) -> str:

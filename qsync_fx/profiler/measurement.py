@@ -217,7 +217,7 @@ class ProfilingSession:
             return [precision(name) for name in self.base.graph.formats]
         if precisions is None:
             wanted = [fmt for fmt in FORMATS.values() if fmt.bits <= 32 and encoding(fmt) is fmt]
-            return [fmt for fmt in wanted if support(self.device, fmt).how == "native"]
+            return [fmt for fmt in wanted if support(self.device, fmt).kind == "native"]
         return checked_precisions(precisions)
 
     def timed_plans(

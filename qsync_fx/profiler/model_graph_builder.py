@@ -242,7 +242,7 @@ class GraphReading:
         return Follows(
             operators=tuple(dict.fromkeys(item for item in sources if isinstance(item, int))),
             given=name_of(widest),
-            own=name_of(rule.own),
+            own=name_of(rule.default),
             promotes=rule.promotes,
             scalar=max(map(abs, rule.scalars), default=0.0),
             named=name_of(rule.named),

@@ -27,7 +27,7 @@ class _OperatorRun:
     state: StateNames
     around: tuple[StateNames | None, ...]
     seconds: Seconds
-    own: bool
+    planned: bool
 
 
 class ProfiledTimes:
@@ -67,7 +67,7 @@ class ProfiledTimes:
         standing = self._standing(operator, state)
         neighbours = dict(zip(NEIGHBOURS, around, strict=False))
         # Among equal neighbours, plans of the user win.
-        likeness = [(_near(visited, neighbours), visited.own) for visited in standing]
+        likeness = [(_near(visited, neighbours), visited.planned) for visited in standing]
         most = max(likeness)
         equal = [visited for visited, like in zip(standing, likeness, strict=True) if like == most]
         return Seconds(

@@ -160,7 +160,7 @@ def test_result_is_accepted_as_a_plan() -> None:
         budget="bf16",
     )
     assert qsync_fx.switch_plan(compiled, planned) is compiled
-    assert asked_of(fleet, None, None, False, None, None, False).way == fleet.codecs
+    assert asked_of(fleet, None, None, False, None, None, False).scheme == fleet.codecs
     with pytest.raises(PlanError, match="is not a plan for one device"):
         qsync_fx.measure(
             nn.Linear(2, 2), lambda model, x: model(x).sum(), [torch.ones(1, 2)], plan=fleet

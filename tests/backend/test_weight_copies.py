@@ -139,7 +139,7 @@ def test_fake_tensors_are_not_cached() -> None:
         weight, seed = nn.Parameter(torch.ones(4, 6)), torch.zeros([1], dtype=torch.int64)
         ((q, scale),) = copies([(weight, CopySpec(0, "int8", "nearest", ()))], seed)
     assert isinstance(q, FakeTensor) and q.shape == (4, 6) and scale.shape == ()
-    assert weight not in weight_cache._kept
+    assert weight not in weight_cache._copies_by_weight
 
 
 def test_cuda_graph_capture_reads_no_cached_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,8 +70,8 @@ def test_plan_of_the_wide_network_covers_the_trained_operators() -> None:
     def step(model: Any, batch: Any) -> torch.Tensor:
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
-    def look(wide: nn.Module) -> devices.Looked:
-        return devices.looked(network(4), wide, step, [batch], [batch[0][:2]], ("second_order",))
+    def look(wide: nn.Module) -> devices.AnalyzedNetwork:
+        return devices.analyze(network(4), wide, step, [batch], [batch[0][:2]], ("second_order",))
 
     analysis = look(network(64))
     assert max(parameter.numel for parameter in analysis.graphs["t4"].parameters) == 8 * 64, (

@@ -49,7 +49,7 @@ def test_every_format_on_every_device() -> None:
     lines = shown(home.formats_table()).splitlines()[1:]
     for device, (name, fmt) in itertools.product(devices, FORMATS.items()):
         result = support(device, fmt)
-        words = [name, str(device), result.how, result.runs_as.name]
+        words = [name, str(device), result.kind, result.runs_as.name]
         assert any(line.split()[:4] == words and result.reason in line for line in lines), words
     assert len(lines) == len(devices) * len(FORMATS)
     text = shown(home.machine_table())

@@ -155,14 +155,14 @@ def test_plan_records_the_scope_of_its_codecs() -> None:
     assert asked(between_nodes(4), codec="") == CompressRequest({}, True, 4)
     assert asked(between_nodes(4), False) == CompressRequest({"weight": "qsgd8"}, False, 4)
     with pytest.warns(UserWarning, match="nodes of 4 ranks, but these nodes have 1"):
-        asked(between_nodes(4)).tell(None, "collective")
+        asked(between_nodes(4)).warn(None, "collective")
     with pytest.warns(UserWarning, match="not compressed"):
-        asked({}, True).tell(NodeGroups(((0, 1),)), "collective")
+        asked({}, True).warn(NodeGroups(((0, 1),)), "collective")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        asked(between_nodes(2)).tell(NodeGroups(((0, 1), (2, 3))), "collective")
-        asked({}).tell(None, "collective")
-        asked(between_nodes(4), codec="").tell(None, "collective")  # without codecs
+        asked(between_nodes(2)).warn(NodeGroups(((0, 1), (2, 3))), "collective")
+        asked({}).warn(None, "collective")
+        asked(between_nodes(4), codec="").warn(None, "collective")  # without codecs
 
 
 TWO_LEVELS = {"hierarchical": 2, "inside": "qsgd8"}
@@ -277,7 +277,7 @@ def test_plan_of_two_levels_requires_nodes() -> None:
         asked(True, "qsgd8")
     assert "inside_codecs=" in (caught.value.do or "")
     with pytest.warns(UserWarning, match="so only the codec inside nodes is used"):
-        asked(True).tell(NodeGroups(((0, 1),)), "collective")
+        asked(True).warn(NodeGroups(((0, 1),)), "collective")
 
 
 def test_plan_for_another_transport_is_reported_once() -> None:
@@ -289,15 +289,15 @@ def test_plan_for_another_transport_is_reported_once() -> None:
     for transport, other in itertools.permutations(TRANSPORTS):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            asked({TRANSPORT: transport}).tell(None, other)
+            asked({TRANSPORT: transport}).warn(None, other)
         (text,) = (str(item.message) for item in caught)
         assert f"chosen for the transport {transport!r}, but gradients are sent with" in text
         assert f"Pass transport={transport!r} to compress" in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for notes, codec in (({TRANSPORT: "collective"}, "qsgd8"), ({}, "qsgd8"), ({}, "")):
-            asked(notes, codec).tell(None, "collective")
-        asked({TRANSPORT: "point_to_point"}, "").tell(None, "collective")  # without codecs
+            asked(notes, codec).warn(None, "collective")
+        asked({TRANSPORT: "point_to_point"}, "").warn(None, "collective")  # without codecs
 
 
 @tiers.ALL

@@ -46,14 +46,14 @@ def test_exact_sums_are_no_unit(
     monkeypatch.setattr(format_support, "cpu", lambda: Cpu("", features, None, 1))
     for name in ("int8", "int8_grad"):
         result = support.__wrapped__(torch.device("cpu"), precision(name))
-        assert result.how == how and result.runs_as.name == name and reason in result.reason
+        assert result.kind == how and result.runs_as.name == name and reason in result.reason
 
 
 def test_invalid_setting_is_reported_in_format_support(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = OptionError("there is no path 'quantum'", where="environment variable QSYNC_CPU_ISA")
     monkeypatch.setattr(format_support, "wrong_path", lambda: wrong)
     result = support.__wrapped__(torch.device("cpu"), precision("int8"))
-    assert result.how != "native"
+    assert result.kind != "native"
     assert "QSYNC_CPU_ISA is invalid" in result.reason and "no path 'quantum'" in result.reason
     assert wrong_path() is None
 

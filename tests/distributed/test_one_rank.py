@@ -80,10 +80,10 @@ def test_channel_transports_texts_and_failures(group: None) -> None:
     first.put("a", "text of é\n" * 1000)
     assert first.get("a") == "text of é\n" * 1000
     assert second.get("a") is None, "channels do not share messages"
-    assert first.told() is None
-    first.tell(Failure.of(0, PlanError("what", where="where", do="do")))
-    first.tell(Failure(1, "later"))
-    failure = first.told()
+    assert first.first_failure() is None
+    first.report(Failure.of(0, PlanError("what", where="where", do="do")))
+    first.report(Failure(1, "later"))
+    failure = first.first_failure()
     assert failure == Failure(0, "rank 0 has failed: PlanError: what", "where", "do")
     assert str(failure.error()) == "rank 0 has failed: PlanError: what\n  where: where\n  do:    do"
 

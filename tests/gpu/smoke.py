@@ -167,7 +167,8 @@ def versions(device: Any) -> dict[str, Any]:
         report |= {
             "gpu": properties.name, "capability": f"{properties.major}.{properties.minor}",
             "memory": properties.total_memory,
-            "kernels": state.arch or f"none: {state.reason}", "lacks": quantize_launch.told(device),
+            "kernels": state.arch or f"none: {state.reason}",
+            "lacks": quantize_launch.missing_kernels_message(device),
         }  # fmt: skip
     return report
 

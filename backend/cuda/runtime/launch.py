@@ -185,7 +185,7 @@ def _site(x: Product) -> CallSite | ByTorch:
         library = launch_utils.library(unit_of(other.config), device, shown(problem))
     if library is None or result.config is None:
         return ByTorch(result.integers)
-    return call_site(library, result.config, problem, result.taken, x)
+    return call_site(library, result.config, problem, result.problem, x)
 
 
 def _too_large(problem: Problem) -> bool:

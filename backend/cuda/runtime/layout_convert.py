@@ -29,7 +29,7 @@ NEITHER = "its values are neither row-major nor column-major"
 class StridedLines:
     """Matrices `[batches, rows, columns]` in memory, with strides in elements.
 
-    `stride` is between rows, `batch_stride` between matrices. If `turned`, a copy is transposed.
+    `stride` is between rows, `batch_stride` between matrices. `transposed`: whether a copy is.
     """
 
     batches: int
@@ -37,16 +37,16 @@ class StridedLines:
     columns: int
     stride: int
     batch_stride: int
-    turned: bool
+    transposed: bool
 
 
 def lines_of(matrix: Tensor) -> StridedLines | None:
     """Return the layout of a matrix for a copy by rows; None if it is not row- or column-major."""
     rows, columns = map(int, matrix.shape)
     if (stride := leading(matrix, "row")) is not None:
-        return StridedLines(1, rows, columns, stride, 0, turned=False)
+        return StridedLines(1, rows, columns, stride, 0, transposed=False)
     if (stride := leading(matrix, "column")) is not None:
-        return StridedLines(1, columns, rows, stride, 0, turned=True)
+        return StridedLines(1, columns, rows, stride, 0, transposed=True)
     return None
 
 
@@ -64,11 +64,11 @@ def lines_of_images(t: Tensor) -> StridedLines | None:
     if c > 1 and channel == 1:
         stride = pixel if pixels > 1 else c
         if stride >= c:
-            return StridedLines(n, pixels, c, stride, batch, turned=False)
+            return StridedLines(n, pixels, c, stride, batch, transposed=False)
     if pixel == 1:
         stride = channel if c > 1 else pixels
         if stride >= pixels:
-            return StridedLines(n, c, pixels, stride, batch, turned=True)
+            return StridedLines(n, c, pixels, stride, batch, transposed=True)
     return None
 
 
@@ -161,7 +161,7 @@ def run(
             batches=lines.batches, rows=lines.rows, columns=lines.columns, ldx=lines.stride,
             batch_stride=lines.batch_stride,
             y_batches=shape[0], y_rows=shape[1], y_columns=shape[2],
-            x_type=CONVERT_TYPES[kinds[0]], y_type=CONVERT_TYPES[kinds[1]], turned=lines.turned,
+            x_type=CONVERT_TYPES[kinds[0]], y_type=CONVERT_TYPES[kinds[1]], turned=lines.transposed,
             **launch_utils.device_arguments(t.device),
         )  # fmt: skip
         if scale is not None:

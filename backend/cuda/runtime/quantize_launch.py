@@ -265,19 +265,19 @@ def groups_of(q: Tensor, keep: Sequence[int]) -> Groups | None:
     return None
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
-def tell(device: torch.device) -> None:
+def warn_about_missing_kernels(device: torch.device) -> None:
     """Warn about the missing kernels of a device, once per process and message."""
-    text = told(device)
-    if text and text not in _told:
-        _told.add(text)
+    text = missing_kernels_message(device)
+    if text and text not in _warned:
+        _warned.add(text)
         warnings.warn(text, PlanWarning, stacklevel=2)
 
 
-def told(device: torch.device) -> str:
-    """Return the warning of `tell` for a device; "" if no kernels are missing."""
+def missing_kernels_message(device: torch.device) -> str:
+    """Return the warning about a device's missing kernels; "" if none are missing."""
     result = known_of(device)
     if result.mend is None or result.lacks is None:
         return ""

@@ -28,7 +28,7 @@ class KernelDecision:
 
     Attributes:
         config: the kernel; None for torch.
-        taken: the problem that the kernel runs, padded or re-laid-out; equal to the original if
+        problem: the problem that the kernel runs, padded or re-laid-out; equal to the original if
             that is not necessary.
         reason: one clause, for reports.
         integers: whether torch multiplies INT8 as integers; otherwise in BF16, which represents the
@@ -36,7 +36,7 @@ class KernelDecision:
     """
 
     config: KernelConfig | None
-    taken: Problem
+    problem: Problem
     reason: str
     integers: bool = True
 
@@ -45,7 +45,7 @@ class KernelDecision:
 class DispatchPath:
     """Form of a problem that kernels accept, and the kernels that serve it."""
 
-    taken: Problem
+    problem: Problem
     configs: tuple[KernelConfig, ...]
 
 
@@ -64,9 +64,9 @@ def decide(
         integers = problem.a not in NARROW
     if config is None:
         return KernelDecision(None, problem, reason, integers)
-    if path.taken != problem:
+    if path.problem != problem:
         reason += ", with copied operands"
-    return KernelDecision(config, path.taken, reason)
+    return KernelDecision(config, path.problem, reason)
 
 
 def way(problem: Problem, arch: Arch, listed: Candidates = candidates) -> DispatchPath | str:

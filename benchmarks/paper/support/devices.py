@@ -42,7 +42,7 @@ A share of the device memory would not bind for small networks.
 
 
 @dataclass(frozen=True)
-class Looked:
+class AnalyzedNetwork:
     """Graphs and sensitivities of a network.
 
     Attributes:
@@ -54,14 +54,14 @@ class Looked:
     sensitivities: Mapping[str, qsync_fx.Sensitivity]
 
 
-def looked(
+def analyze(
     model: nn.Module,
     planned: nn.Module,
     step: Any,
     batches: Sequence[Any],
     inputs: Sequence[Tensor],
     methods: Sequence[str],
-) -> Looked:
+) -> AnalyzedNetwork:
     """Trace the planned network and estimate the sensitivities of the trained one.
 
     Args:
@@ -92,11 +92,11 @@ def looked(
             raise ValueError(
                 f"the trained network and the planned one have different operators: {different}"
             )
-    return Looked(graphs, {estimate.method: estimate for estimate in estimates})
+    return AnalyzedNetwork(graphs, {estimate.method: estimate for estimate in estimates})
 
 
 def problem(
-    looked_model: Looked,
+    analyzed: AnalyzedNetwork,
     batch: int,
     method: str = "second_order",
     optimizer: OptimizerMemory = MOMENTUM,
@@ -108,12 +108,12 @@ def problem(
     """
     devices = {name: ClusterDevice(device=name, batch=batch) for name in FORMATS}
     profiles: dict[str, Any] = {}
-    for name, graph in looked_model.graphs.items():
+    for name, graph in analyzed.graphs.items():
         (symbol,) = graph.symbols
         profiles[name] = CatalogProfile(
             graph.at(**{symbol: batch}),
             name,
-            looked_model.sensitivities[method],
+            analyzed.sensitivities[method],
             FORMATS[name],
             optimizer,
         )

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 import benchmarks.support.indicators  # noqa: F401 - registers "hessian"
-from benchmarks.paper.support.devices import Looked, looked, trained
+from benchmarks.paper.support.devices import AnalyzedNetwork, analyze, trained
 from benchmarks.paper.support.images import (
     NETWORKS,
     QUICK,
@@ -98,9 +98,8 @@ class Experiment:
         accuracies = []
         with progress("training", self.seeds * self._epochs) as advance:
             for seed in range(self.seeds):
-                accuracies.append(
-                    self._cache.get({**settings, "seed": seed}, lambda seed=seed: run(seed, advance))  # type: ignore[misc]
-                )
+                key = {**settings, "seed": seed}
+                accuracies.append(self._cache.get(key, lambda seed=seed: run(seed, advance)))  # type: ignore[misc]
         print(f"{title}: {', '.join(f'{value:.2%}' for value in accuracies)}", flush=True)
         return {
             "accuracy": statistics.fmean(accuracies),
@@ -142,7 +141,7 @@ class OnImages(Experiment):
             options, "trained", by_size(options.quick, QUICK, Size()).epochs, images=data
         )
 
-    def networks(self) -> Iterator[tuple[str, Looked]]:
+    def networks(self) -> Iterator[tuple[str, AnalyzedNetwork]]:
         """Yield the selected networks with graphs and sensitivities; only the last with --quick."""
         for name in list(selected(self._options, self._networks))[by_size(self.quick, -1, 0) :]:
             yield name, self.look(name)
@@ -151,7 +150,7 @@ class OnImages(Experiment):
         """Return the images of a network's training."""
         return Images(by_size(self.quick, QUICK, self._networks[name].size), self._source)
 
-    def look(self, name: str) -> Looked:
+    def look(self, name: str) -> AnalyzedNetwork:
         """Return the planned network's graphs and the trained network's sensitivities."""
         images, network = self.images(name), self._networks[name]
         model, planned = (
@@ -162,7 +161,7 @@ class OnImages(Experiment):
         steps = by_size(self.quick, 1, LOOKED)
         parts = images.parts(data, [images.size.batch], 0, 0)
         batches = [part[0] for part, _ in zip(parts, range(steps), strict=False)]
-        return looked(model, planned, loss, batches, [batches[0][0][:2]], METHODS)
+        return analyze(model, planned, loss, batches, [batches[0][0][:2]], METHODS)
 
     def row(
         self, name: str, label: str, plan: Mapping[str, str], batches: Sequence[int]

@@ -213,7 +213,7 @@ class Casting:
 
     def _held(self, live: IndexedFormat) -> Spread:
         """Return the indicators of a value's format: its operator's output, or its own."""
-        owned = NAMES[live.own]
+        owned = NAMES[live.fixed]
         if live.operator < 0:
             return {owned: ONE}
         inputs = self.formats.outputs[live.operator]

@@ -26,20 +26,20 @@ class _Reference:
     """Live bytes of an evaluated plan, by moment and operator that wrote them; -1 for others."""
 
     names: tuple[StateNames, ...]
-    held: Mapping[Moment, Mapping[int, int]]
-    _known: dict[Moment, Mapping[int, int]] = field(default_factory=dict)
+    live_bytes: Mapping[Moment, Mapping[int, int]]
+    _cache: dict[Moment, Mapping[int, int]] = field(default_factory=dict)
 
     def at(self, moment: Moment) -> Mapping[int, int]:
         """Return the live bytes at a moment, or at the end of the fused kernel that contains it."""
-        if moment not in self._known:
-            self._known[moment] = self.held[
-                min((m for m in self.held if m >= moment), default=max(self.held))
+        if moment not in self._cache:
+            self._cache[moment] = self.live_bytes[
+                min((m for m in self.live_bytes if m >= moment), default=max(self.live_bytes))
             ]
-        return self._known[moment]
+        return self._cache[moment]
 
     @property
     def peak(self) -> Moment:
-        return max(self.held, key=lambda moment: sum(self.held[moment].values()))
+        return max(self.live_bytes, key=lambda moment: sum(self.live_bytes[moment].values()))
 
 
 class LinearizedMemory:

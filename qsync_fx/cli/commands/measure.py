@@ -76,7 +76,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         _from_catalog(arguments)
         return
     trained = model_args.read_training(arguments)
-    inputs = trained.given
+    inputs = trained.arguments
     if arguments.profile is not None and arguments.sensitivity is not None:
         message = "the correction of a profile does not change its sensitivity"
         do = "remove --sensitivity, or remove --profile to measure a new profile"

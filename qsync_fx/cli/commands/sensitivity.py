@@ -86,7 +86,7 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
         trained.precisions,
         arguments.steps,
         arguments.fraction,
-        options=trained.given.options,
+        options=trained.arguments.options,
         partial=partial,
     )
     if partial is not None:

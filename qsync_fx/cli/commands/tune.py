@@ -237,7 +237,7 @@ def _measuring(
         for keeper in keepers.values():
             keeper.timer = None
         keepers[problem] = RecordingTimer(
-            EventTimer(problem, problem if isinstance(result, str) else result.taken, gpu)
+            EventTimer(problem, problem if isinstance(result, str) else result.problem, gpu)
         )
         return keepers[problem]
 

@@ -180,7 +180,7 @@ class DuoCompressor(DdpCompressor):
             ahead=replace(self._steps.statistics),
             outstanding=self._steps.pending is not None,
             parameters=parameters and replace(parameters),
-            held=self._optimized.nbytes(self._optimizer),
+            state_bytes=self._optimized.nbytes(self._optimizer),
             bridge=self._memory.bridge_nbytes if self._memory.active else None,
         )
 

@@ -91,7 +91,7 @@ class Duo:
         if least is None and isinstance(self.fast, ZeroBit):
             least = 0
         result = to_all(self.fast, sizes, least)
-        return replace(result, name=self.name, said=repr(self), text=repr(self))
+        return replace(result, name=self.name, signature=repr(self), text=repr(self))
 
 
 _QSGD = {bits: Qsgd(bits, UNITS[bits]) for bits in (2, 4, 8)}

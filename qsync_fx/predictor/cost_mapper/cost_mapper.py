@@ -71,10 +71,10 @@ CHANGED = {
 
 @dataclass(frozen=True, slots=True)
 class IndexedFormat:
-    """Format of a value: the output format of operator number `operator`, if any, else `own`."""
+    """Format of a value: the output format of operator number `operator`, if any, else `fixed`."""
 
     operator: int
-    own: int
+    fixed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +476,7 @@ class CostMapper:
 
 def _current(live: IndexedFormat, outputs: list[Name]) -> int:
     """Return the format of a value: the output format of its operator, else its own."""
-    return NUMBERS[outputs[live.operator]] or live.own
+    return NUMBERS[outputs[live.operator]] or live.fixed
 
 
 def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Schedule:

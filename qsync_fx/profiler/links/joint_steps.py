@@ -64,14 +64,14 @@ class Unsent:
 
 @dataclass(frozen=True)
 class JointSteps:
-    """Times of steps of all ranks at once; `own` and `slowest` exclude sending.
+    """Times of steps of all ranks at once; `this_rank` and `slowest` exclude sending.
 
     Attributes:
         sending: seconds of the slowest rank's steps with all-reduces.
         coded: seconds of the slowest rank's steps with gradients in `CODEC`; None if not measured.
     """
 
-    own: Unsent
+    this_rank: Unsent
     slowest: Unsent
     sending: float
     bucket_bytes: int
@@ -165,7 +165,7 @@ def together(
     del parallel, model
     gc.collect()
     return JointSteps(
-        own=Unsent(typical[0], typical[1]),
+        this_rank=Unsent(typical[0], typical[1]),
         slowest=Unsent(left, copied),
         sending=sending,
         bucket_bytes=mebibytes * 2**20,

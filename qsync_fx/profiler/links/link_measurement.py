@@ -143,9 +143,9 @@ def taken_in_steps(
             for schedule, cluster in zip(schedules, clusters, strict=True)
         )
 
-    left = sum(joint.own.left for joint in measured)
+    left = sum(joint.this_rank.left for joint in measured)
     slowdown = left / sum(schedule.seconds for schedule in schedules)
-    copied = max(0.0, sum(joint.own.copied for joint in measured) - left) / slowdown
+    copied = max(0.0, sum(joint.this_rank.copied for joint in measured) - left) / slowdown
     copies = copied / sum(2 * _nbytes(schedule) for schedule in schedules)
     busy = least_for(predicted, sum(joint.sending for joint in measured))
     result = replace(alone, slowdown=slowdown, copies=copies, busy=busy)

@@ -22,13 +22,13 @@ from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, 
 
 
 @dataclass(frozen=True)
-class Looked:
+class ObservedCall:
     """One call of an operator after a step, with its tensors' gradients by place.
 
     `gamma` is the derivative of a mean over the batch, 1 / samples.
     """
 
-    seen: OperatorCall
+    call: OperatorCall
     gradients: Mapping[Place, Tensor]
     depth: int
     deepest: int
@@ -39,7 +39,7 @@ class Looked:
 class Formulas:
     """Method that evaluates a closed formula for each call, with the name of a precision."""
 
-    formula: Callable[[Looked, str, RoundingSite], float]
+    formula: Callable[[ObservedCall, str, RoundingSite], float]
 
     def look(self, step: GradientStep) -> dict[Key, float]:
         taps = Taps({op: places | {OUTPUT} for op, places in step.places.items()})
@@ -55,12 +55,12 @@ class Formulas:
         depth = model_depths(step)
         deepest = max(depth.values(), default=0)
         sums: dict[Key, float] = defaultdict(float)
-        for index, call in enumerate(taps.seen):
+        for index, call in enumerate(taps.calls):
             name = call.operator
-            looked = Looked(call, gradients[index], depth[name], deepest, 1 / step.samples)
+            observed = ObservedCall(call, gradients[index], depth[name], deepest, 1 / step.samples)
             for fmt, site in step.changes[name].items():
                 if site.places:
-                    sums[name, fmt] += self.formula(looked, fmt, site)
+                    sums[name, fmt] += self.formula(observed, fmt, site)
         return dict(sums)
 
 
@@ -93,7 +93,7 @@ def _flatten(
         into[node] = read
 
 
-def qsync_indicator(looked: Looked, name: str, change: RoundingSite) -> float:
+def qsync_indicator(observed: ObservedCall, name: str, change: RoundingSite) -> float:
     """Return QSync's indicator, Eq. (3), of one call of an operator.
 
     Products have the variances of Eq. (4) and (5), even if both factors are activations, which the
@@ -101,11 +101,11 @@ def qsync_indicator(looked: Looked, name: str, change: RoundingSite) -> float:
     of their inputs in the forward pass only, and embeddings none.
     """
     fmt = precision(name)
-    values = looked.seen.tensors
-    factors = [values[place].value for place in looked.seen.row.scaled if place in values]
+    values = observed.call.tensors
+    factors = [values[place].value for place in observed.call.row.scaled if place in values]
     if len(factors) == 2:
         x, weight = (formulas.moments(factor, fmt) for factor in factors)
-        gradient = looked.gradients.get(OUTPUT)
+        gradient = observed.gradients.get(OUTPUT)
         of_gradient = formulas.Moments(0, 0)
         if gradient is not None:
             of_gradient = formulas.moments(gradient, formulas.gradient_format(fmt))
@@ -115,7 +115,7 @@ def qsync_indicator(looked: Looked, name: str, change: RoundingSite) -> float:
         inputs = (tensor for place, tensor in values.items() if place != OUTPUT)
         forward = sum(formulas.moments(tensor.value, fmt).spread for tensor in inputs) / 6
         backward = 0.0
-    return formulas.indicator(looked.gamma, looked.depth, looked.deepest, forward, backward)
+    return formulas.indicator(observed.gamma, observed.depth, observed.deepest, forward, backward)
 
 
 METHODS: Final = (

@@ -288,7 +288,7 @@ def _formats(value: Sequence[str | Precision] | None, model: nn.Module) -> list[
     if value is not None:
         return [fmt.name for fmt in precisions(value)]
     device = next(model.parameters()).device
-    return [f.name for f in FORMATS.values() if f.bits < 32 and support(device, f).how == "native"]
+    return [f.name for f in FORMATS.values() if f.bits < 32 and support(device, f).kind == "native"]
 
 
 def _train(optimizer: torch.optim.Optimizer, step: GradientStep) -> None:

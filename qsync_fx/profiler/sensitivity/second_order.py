@@ -95,7 +95,7 @@ class SecondOrder:
         edges = list(taps.edges.values())
         ends = [edge for gate in taps.gates for edge in (gate.entry, gate.exit)]
         parameters = list(trained(step.captured.model).values())
-        draws = max(1, min(self.draws, PROBE_BYTES // max(1, _probe_bytes(taps.seen))))
+        draws = max(1, min(self.draws, PROBE_BYTES // max(1, _probe_bytes(taps.calls))))
         result = probed(loss, parameters, [*edges, *ends], draws, step.generator)
         entries = {gate.name: len(edges) + 2 * index for index, gate in enumerate(taps.gates)}
         inputs = [
@@ -103,10 +103,10 @@ class SecondOrder:
             for gate in self.reach.rarest(taps.gates, self.gates)
         ]
         sums = _Sums(result, inputs, step.keys)
-        numbers: list[dict[Place, int]] = [{} for _ in taps.seen]
+        numbers: list[dict[Place, int]] = [{} for _ in taps.calls]
         for number, (call_index, place) in enumerate(taps.edges):
             numbers[call_index][place] = number
-        for index, call in enumerate(taps.seen):
+        for index, call in enumerate(taps.calls):
             gradients = result.of(numbers[index])
             errors = _errors(step, call, gradients)
             for follower, keys in following.get(call.operator, {}).items():
@@ -123,7 +123,7 @@ class SecondOrder:
             for key, deviation in self.reach.deviations(gate.name).items():
                 squares[key] = squares.get(key, 0.0) + flip_error(flips, deviation)
             if gate.reads is not None:
-                call = taps.seen[gate.reads]
+                call = taps.calls[gate.reads]
                 errors = _errors(step, call, result.of(numbers[gate.reads]))
                 _add_flips_behind(squares, call, errors, gate, weights)
         if taps.unrecorded:
@@ -301,7 +301,7 @@ def _moved(call: OperatorCall, value: Tensor, errors: Sequence[Erring]) -> Tenso
     moved = value
     # Errors of operators that compute in a narrow format are measured at the output, and complete.
     if of_inputs and not of_result:
-        inputs: list[Any] = list(call.given)
+        inputs: list[Any] = list(call.arguments)
         for item in of_inputs:
             exact = argument_at(inputs, item.place)
             put(inputs, item.place, exact + item.values.to(exact.dtype))
@@ -327,7 +327,7 @@ def factored(call: OperatorCall) -> tuple[Product, Tensor, Tensor]:
     row = call.row
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        inputs: list[Any] = list(call.given)
+        inputs: list[Any] = list(call.arguments)
         for index in row.added:
             if index < len(inputs) and isinstance(inputs[index], Tensor):
                 inputs[index] = _wide(inputs[index]) * 0
@@ -336,7 +336,7 @@ def factored(call: OperatorCall) -> tuple[Product, Tensor, Tensor]:
         result: Tensor = call.call(inputs)
         return result
 
-    first, second = (argument_at(call.given, place) for place in row.scaled)
+    first, second = (argument_at(call.arguments, place) for place in row.scaled)
     return product, first, second
 
 

@@ -123,7 +123,7 @@ def _run(
 
     `before` maps inputs to the leaves that are differentiated, `change` these to arguments.
     """
-    inputs: list[Any] = [tree_map_only(Tensor, torch.clone, value) for value in observed.given]
+    inputs: list[Any] = [tree_map_only(Tensor, torch.clone, value) for value in observed.arguments]
     leaves: dict[Place, Tensor] = {}
     with torch.enable_grad():
         for place in observed.tensors.keys() - {OUTPUT}:

@@ -86,9 +86,10 @@ class Tapped:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One call of an operator, with its detached arguments `given`.
+    """One call of an operator.
 
     Attributes:
+        arguments: its arguments, detached.
         tensors: tensors it may round, by place; for a follower all inputs and the result.
         converted: indices of the arguments that a plan converts.
     """
@@ -96,7 +97,7 @@ class OperatorCall:
     operator: str
     row: OperatorRow
     tensors: Mapping[Place, Tapped]
-    given: Sequence[Any]
+    arguments: Sequence[Any]
     call: Call
     converted: tuple[int, ...]
 
@@ -111,18 +112,18 @@ class Taps:
 
     wanted: Mapping[str, set[Place]]
     following: Container[str] = ()
-    seen: list[OperatorCall] = field(default_factory=list)
+    calls: list[OperatorCall] = field(default_factory=list)
     gates: list[NonsmoothOperator] = field(default_factory=list)
     unrecorded: set[str] = field(default_factory=set)
     _memory: dict[PrecisionGraph, AliasSets] = field(default_factory=dict)
-    _given: dict[fx.Node, int] = field(default_factory=dict)
+    _call_of_node: dict[fx.Node, int] = field(default_factory=dict)
 
     @property
     def edges(self) -> dict[tuple[int, Place], GradientEdge]:
         """Edge of each tensor's gradient, by the index of the call and the place."""
         return {
             (index, place): tapped.edge
-            for index, visited in enumerate(self.seen)
+            for index, visited in enumerate(self.calls)
             for place, tapped in visited.tensors.items()
         }
 
@@ -162,8 +163,8 @@ class Taps:
         plain = tree_map_only(Tensor, functools.partial(_kept, written=written), argument)
         row = operator.row
         assert row is not None
-        self._given[operator.node] = len(self.seen)
-        self.seen.append(OperatorCall(name, row, tensors, plain, call, row.converted(plain)))
+        self._call_of_node[operator.node] = len(self.calls)
+        self.calls.append(OperatorCall(name, row, tensors, plain, call, row.converted(plain)))
         if OUTPUT in tensors and not written:
             # An addition passes one gradient tensor to all addends; a view gives the operator its
             # own.
@@ -194,15 +195,15 @@ class Taps:
     def _handed_on(self, node: fx.Node) -> int | None:
         """Return the index of the call whose result a node reads, possibly moved."""
         source = next(iter(node.args), None)
-        read = self._given.get(source) if isinstance(source, fx.Node) else None
+        read = self._call_of_node.get(source) if isinstance(source, fx.Node) else None
         note = node_metadata.NOTE.get(node)
         if read is not None and note is not None and note.row is not None and note.row.moves:
-            self._given[node] = read
+            self._call_of_node[node] = read
         return read
 
     def _is_result(self, x: Tensor, call: int) -> bool:
         """Return whether a tensor has the values of a call's result in the same order."""
-        noted = self.seen[call].tensors.get(OUTPUT)
+        noted = self.calls[call].tensors.get(OUTPUT)
         if noted is None or noted.value.numel() != x.numel():
             return False
         return torch.equal(noted.value.flatten(), x.detach().flatten())

@@ -114,7 +114,7 @@ for fmt in ("int8", "int8_grad"):
     for one, exact in zip(found, (-384.0, -48.0, 16.0), strict=True):
         torch.testing.assert_close(one, torch.full_like(one, exact))
     as_integers = bool({"qsync::gemm", "qsync::integer_products"} & {*calls})
-    print(fmt, as_integers == (cpu_multiplies_integers() or native_integer_products()), support(torch.device("cpu"), FORMATS[fmt]).how)
+    print(fmt, as_integers == (cpu_multiplies_integers() or native_integer_products()), support(torch.device("cpu"), FORMATS[fmt]).kind)
 
 torch.manual_seed(0)
 images = torch.randn(16, 3, 9, 9)

@@ -94,10 +94,10 @@ def test_a_step_that_copying_makes_shorter_by_chance_has_copies_of_no_time(
     profile: Profile,
 ) -> None:
     joint = steps(profile, 1.0, 1.0)
-    faster = Unsent(joint.own.left, 0.9 * joint.own.left)
+    faster = Unsent(joint.this_rank.left, 0.9 * joint.this_rank.left)
     assert (
         taken_in_steps(
-            profile, Collective("gloo", 2, TABLE), [(PLAN, replace(joint, own=faster))]
+            profile, Collective("gloo", 2, TABLE), [(PLAN, replace(joint, this_rank=faster))]
         ).copies
         == 0
     )

@@ -47,17 +47,17 @@ def test_untuned_products_of_quantized_operands_go_to_kernels() -> None:
         selected = chosen(problem)
         assert (
             selected.config == FIRST
-            and selected.taken == problem
+            and selected.problem == problem
             and selected.reason == "not tuned"
         )
 
 
 def test_odd_sizes_are_filled_up_or_left_to_torch() -> None:
     selected = chosen(replace(INT8, k=4095))
-    assert selected.config == FIRST and selected.taken == INT8 and "copied" in selected.reason
+    assert selected.config == FIRST and selected.problem == INT8 and "copied" in selected.reason
     assert "costs more" in chosen(replace(INT8, k=3)).reason
     none = chosen(BF16)
-    assert none.config is None and none.taken == BF16 and "sm_80 has no kernel" in none.reason
+    assert none.config is None and none.problem == BF16 and "sm_80 has no kernel" in none.reason
 
 
 def test_tuned_choice_is_used() -> None:
@@ -111,15 +111,15 @@ def test_kernels_make_formats_native() -> None:
     device = torch.device("cuda", 0)
     with assumed("sm_90a"):
         supports = {name: support(device, row) for name, row in FORMATS.items()}
-        assert [name for name, s in supports.items() if s.how == "simulated"] == ["fp8_e5m2"]
+        assert [name for name, s in supports.items() if s.kind == "simulated"] == ["fp8_e5m2"]
         assert (
             "CUTLASS kernels for sm_90a" in supports["fp8"].reason
             and "qsync_fx has no kernel" in supports["fp8_e5m2"].reason
         )
     with assumed("sm_75"):
         assert (
-            support(device, FORMATS["int8"]).how == "native"
-            and support(device, FORMATS["fp8"]).how == "simulated"
+            support(device, FORMATS["int8"]).kind == "native"
+            and support(device, FORMATS["fp8"]).kind == "simulated"
         )
         assert "no tf32 unit" in support(device, FORMATS["tf32"]).reason
 

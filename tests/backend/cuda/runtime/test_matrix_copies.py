@@ -138,7 +138,7 @@ def test_conversions_of_models_are_compiled_ahead_of_time() -> None:
     large = GemmProblem(
         4096, 4096, 4095, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor"
     )
-    assert decide(large, "sm_90a").taken != large
+    assert decide(large, "sm_90a").problem != large
     assert codegen.copier("sm_90a") in select.of_problems([large], "sm_90a", every_candidate=False)
     assert not select.of_problems([], "sm_90a", every_candidate=False)
     assert {

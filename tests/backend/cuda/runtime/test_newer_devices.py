@@ -96,8 +96,8 @@ class Machine:
         patch.setattr(devices, "_table", lambda index: None)
         patch.setattr(devices, "_kept", lambda arch: False)
         patch.delenv("QSYNC_KERNELS", raising=False)
-        monkey_told: set[str] = set()
-        patch.setattr(quantize_launch, "_told", monkey_told)
+        warned: set[str] = set()
+        patch.setattr(quantize_launch, "_warned", warned)
 
     def has(self, nvcc: bool, cutlass: bool) -> DeviceState:
         def tools(templates: bool = True) -> None:
@@ -136,7 +136,8 @@ def test_complete_toolchain_reads_the_multiprocessor_count(
     machine: Machine,
 ) -> None:
     state = machine.has(nvcc=True, cutlass=True)
-    assert (state.lacks, state.multiprocessors) == (None, 40) and quantize_launch.told(CUDA) == ""
+    assert (state.lacks, state.multiprocessors) == (None, 40)
+    assert quantize_launch.missing_kernels_message(CUDA) == ""
     assert decision(INT8, CUDA).config is not None
 
 
@@ -157,7 +158,7 @@ def test_missing_toolchain_is_reported_once_with_cost_and_remedy(
 ) -> None:
     machine.has(nvcc=nvcc, cutlass=False)
     with pytest.warns(PlanWarning) as warned:
-        quantize_launch.tell(CUDA)
+        quantize_launch.warn_about_missing_kernels(CUDA)
     [text] = [str(warning.message) for warning in warned]
     assert (
         what.what in text
@@ -168,7 +169,7 @@ def test_missing_toolchain_is_reported_once_with_cost_and_remedy(
     assert ("quantized by code that the compiler fuses" in text) is not nvcc
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        quantize_launch.tell(CUDA)
+        quantize_launch.warn_about_missing_kernels(CUDA)
 
 
 @pytest.mark.parametrize(("capability", "eager"), [((7, 5), True), ((8, 0), True), ((8, 9), False)])
@@ -181,7 +182,7 @@ def test_unfused_fp8_is_reported(
     machine.patch.setattr(torch.cuda, "is_available", lambda: True)
     machine.patch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     machine.has(nvcc=False, cutlass=False)
-    text = quantize_launch.told(CUDA)
+    text = quantize_launch.missing_kernels_message(CUDA)
     assert (
         "to FP8 operator by operator" in text
         and f"capability {capability[0]}.{capability[1]}." in text
@@ -195,7 +196,7 @@ def test_unfused_fp8_is_reported(
 def test_disabled_kernels_report_no_missing_tool(machine: Machine) -> None:
     machine.patch.setenv("QSYNC_KERNELS", "off")
     assert machine.has(nvcc=False, cutlass=False).arch is None
-    assert quantize_launch.told(CUDA) == ""
+    assert quantize_launch.missing_kernels_message(CUDA) == ""
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def held(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return {
         "whole": state_bytes(full.optimizer),
         "ours": state_bytes(ours.optimizer),
-        "held": report.held,
+        "held": report.state_bytes,
         "raw": [report.tally.raw, report.slow.raw, sent.raw],
         "wire": [report.tally.wire, report.slow.wire, sent.wire],
         "theory": [report.tally.theory, report.slow.theory, sent.theory],
