@@ -113,7 +113,7 @@ def test_a_pass_of_a_package_runs(install: Install) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "code", "what"),
+    ("value", "code", "cause"),
     [
         (
             "quiet",
@@ -148,13 +148,13 @@ def test_a_pass_of_a_package_runs(install: Install) -> None:
     ],
 )
 def test_a_broken_pass_names_its_package(
-    value: str, code: str, what: str, install: Install
+    value: str, code: str, cause: str, install: Install
 ) -> None:
     install("qsync_fx.passes", value, code=code)
     with pytest.raises(QSyncError) as caught:
         explained()
     assert caught.value.what.startswith("the installed package quiet-package ")
-    assert what in caught.value.what
+    assert cause in caught.value.what
     assert (
         caught.value.where
         == f'entry point quiet = "quiet_package:{value}" in the group qsync_fx.passes'
@@ -167,7 +167,7 @@ def test_a_broken_pass_names_its_package(
 
 
 @pytest.mark.parametrize(
-    ("value", "code", "what"),
+    ("value", "code", "cause"),
     [
         ("rows", "import no_such_module", "cannot be loaded: ModuleNotFoundError"),
         (
@@ -187,13 +187,15 @@ def test_a_broken_pass_names_its_package(
         ),
     ],
 )
-def test_broken_rows_name_their_package(value: str, code: str, what: str, install: Install) -> None:
+def test_broken_rows_name_their_package(
+    value: str, code: str, cause: str, install: Install
+) -> None:
     """All installed packages add their rows, without a request by the user."""
     install("qsync_fx.ops", value, code=code)
     with pytest.raises(QSyncError) as caught:
         torch.compile(nn.Linear(4, 4), backend="qsync")(torch.randn(2, 4))
     assert caught.value.what.startswith("the installed package quiet-package ")
-    assert what in caught.value.what
+    assert cause in caught.value.what
     assert (
         caught.value.where
         == f'entry point quiet = "quiet_package:{value}" in the group qsync_fx.ops'
@@ -211,7 +213,7 @@ def test_two_rows_for_one_operator(install: Install) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "code", "what"),
+    ("value", "code", "cause"),
     [
         ("taken", "import no_such_module", "cannot be loaded: ModuleNotFoundError"),
         (
@@ -234,13 +236,13 @@ def test_two_rows_for_one_operator(install: Install) -> None:
     ],
 )
 def test_broken_lowerings_name_their_package(
-    value: str, code: str, what: str, install: Install
+    value: str, code: str, cause: str, install: Install
 ) -> None:
     install("qsync_fx.lowerings", value, code=code)
     with pytest.raises(QSyncError) as caught:
         torch.compile(nn.Linear(4, 4), backend="qsync")(torch.randn(2, 4))
     assert caught.value.what.startswith("the installed package quiet-package ")
-    assert what in caught.value.what
+    assert cause in caught.value.what
     assert (
         caught.value.where
         == f'entry point quiet = "quiet_package:{value}" in the group qsync_fx.lowerings'
@@ -317,7 +319,7 @@ def test_a_command_of_a_package_runs(install: Install, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("value", "code", "what"),
+    ("value", "code", "cause"),
     [
         ("counting", "import no_such_module", "cannot be loaded: ModuleNotFoundError"),
         (
@@ -335,13 +337,13 @@ def test_a_command_of_a_package_runs(install: Install, capsys: pytest.CaptureFix
     ],
 )
 def test_broken_command_names_its_package_and_does_not_affect_others(
-    value: str, code: str, what: str, install: Install, capsys: pytest.CaptureFixture[str]
+    value: str, code: str, cause: str, install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("qsync_fx.commands", value, name="count", code=code)
     assert main(["count"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("qsync: the installed package quiet-package ")
-    assert what in message
+    assert cause in message
     assert (
         f'where: entry point count = "quiet_package:{value}" in the group qsync_fx.commands'
         in message

@@ -131,7 +131,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("plan", "what", "do"),
+    ("plan", "message", "do"),
     [
         (Plan("int8", {"*.atention": "fp32"}), "'*.atention' selects none of the 6 mod", "attent"),
         (Plan("int8", {"**.{querry,key}": "fp32"}), "'**.querry' selects none", "nearest: query"),
@@ -144,7 +144,7 @@ class Block(nn.Module):
     ],
 )
 def test_a_typo_is_found_when_the_plan_is_written(
-    plan: Plan, what: str, do: str, tmp_path: Path
+    plan: Plan, message: str, do: str, tmp_path: Path
 ) -> None:
     model = torch.compile(nn.Sequential(Block()))
     for call in (
@@ -153,7 +153,7 @@ def test_a_typo_is_found_when_the_plan_is_written(
     ):
         with pytest.raises(PlanError) as caught:
             call()
-        assert what in caught.value.what and do in str(caught.value.do)
+        assert message in caught.value.what and do in str(caught.value.do)
     assert not (tmp_path / "plan.json").exists()
 
 

@@ -176,7 +176,7 @@ def test_every_option_is_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mapping", "what", "do"),
+    ("mapping", "message", "do"),
     [
         (
             {"precison": "int8"},
@@ -255,10 +255,10 @@ def test_every_option_is_documented() -> None:
         ("int8", "options must be a dictionary, not text", "write options="),
     ],
 )
-def test_errors(mapping: Mapping[str, object], what: str, do: str) -> None:
+def test_errors(mapping: Mapping[str, object], message: str, do: str) -> None:
     with pytest.raises(OptionError) as caught:
         Options.parse(mapping)
-    assert what in caught.value.what
+    assert message in caught.value.what
     assert caught.value.do is not None
     assert caught.value.do.startswith(do)
 

@@ -43,8 +43,8 @@ class PerSample(PlainTimes):
         super().__init__(seed)
         self.batch = batch
 
-    def _drawn(self, *what: str) -> Seconds:
-        result = DrawnTimes._drawn(self, *what)
+    def _drawn(self, *key: str) -> Seconds:
+        result = DrawnTimes._drawn(self, *key)
         factor = 0.5 + self.batch / MEASURED
         return Seconds(result.forward * factor, result.backward * factor)
 

@@ -44,8 +44,8 @@ def reckoned() -> Profile:
     return replace(profile, sensitivity=drawn_sensitivity(profile.graph))
 
 
-def solve(known: Mapping[str, Profile]) -> PlanResult:
-    return qsync_fx.find_plan(known["t4"], objective="fastest", budget=float("inf"))
+def solve(profiles: Mapping[str, Profile]) -> PlanResult:
+    return qsync_fx.find_plan(profiles["t4"], objective="fastest", budget=float("inf"))
 
 
 def ran(profile: Profile, answer: PlanResult, factor: float, peak_bytes: int = 0) -> Profile:
@@ -137,9 +137,9 @@ def test_plan_above_the_memory_limit_is_replaced() -> None:
     profile = replace(reckoned(), optimizer_memory=SGD)
     limit = 110 * 10**6 + workspace_bytes("t4") + FRAGMENTATION
 
-    def within(known: Mapping[str, Profile]) -> PlanResult:
+    def within(profiles: Mapping[str, Profile]) -> PlanResult:
         return qsync_fx.find_plan(
-            known["t4"], objective="fastest", budget=float("inf"), memory=limit
+            profiles["t4"], objective="fastest", budget=float("inf"), memory=limit
         )
 
     first = within({"t4": profile})

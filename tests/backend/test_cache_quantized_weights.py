@@ -87,8 +87,8 @@ def images(count: int, rows: int = 4) -> list[Tensor]:
     return [torch.randn(rows, 3, 4, 4) for _ in range(count)]
 
 
-def equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    return len(found) == len(wanted) > 0 and all(map(torch.equal, found, wanted))
+def equal(actual: list[Tensor], wanted: list[Tensor]) -> bool:
+    return len(actual) == len(wanted) > 0 and all(map(torch.equal, actual, wanted))
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,14 @@ from tests.support import tiers
 from tests.support.computing.weight_writes import Write
 
 
-def equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    return len(found) == len(wanted) > 0 and all(map(torch.equal, found, wanted))
+def equal(actual: list[Tensor], wanted: list[Tensor]) -> bool:
+    return len(actual) == len(wanted) > 0 and all(map(torch.equal, actual, wanted))
 
 
-def stepped(optimizer: Callable[..., Any], **given: Any) -> Write:
+def stepped(optimizer: Callable[..., Any], **optimizer_args: Any) -> Write:
     def write(layer: nn.Linear) -> None:
         layer.weight.grad = torch.ones_like(layer.weight)
-        optimizer([layer.weight], lr=0.5, **given).step()
+        optimizer([layer.weight], lr=0.5, **optimizer_args).step()
 
     return write
 

@@ -106,8 +106,10 @@ def test_a_rank_that_fails_ends_all(able: Any) -> None:
     assert ended.codes == (-signal.SIGKILL, 3)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=tiers.ALL)])
-def test_kill_leaves_no_namespaces(how: signal.Signals, able: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kill_signal", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=tiers.ALL)]
+)
+def test_kill_leaves_no_namespaces(kill_signal: signal.Signals, able: Any, tmp_path: Path) -> None:
     inside = (
         f"import os, time; open(r'{tmp_path}/' + os.environ['RANK'], "
         "'w').write(str(os.getpid())); time.sleep(100)"
@@ -132,7 +134,7 @@ def test_kill_leaves_no_namespaces(how: signal.Signals, able: Any, tmp_path: Pat
             )
         )
         assert len(left(process.pid)) == 3
-        process.send_signal(how)
+        process.send_signal(kill_signal)
         process.wait(30)
         assert until(lambda: not left(process.pid))
         ranks = [int((tmp_path / rank).read_text()) for rank in "01"]

@@ -28,7 +28,7 @@ def loud():
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Working directory with a model and an empty cache."""
     (tmp_path / "model_of_commands.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
@@ -106,7 +106,7 @@ def test_verbs_share_the_model_arguments() -> None:
     }
 
 
-def test_options_equal_the_backend_options(here: Path) -> None:
+def test_options_equal_the_backend_options(workdir: Path) -> None:
     Plan("int8").save("plan.json")
     parser = argparse.ArgumentParser()
     model_args.add(parser)
@@ -138,7 +138,7 @@ def test_options_equal_the_backend_options(here: Path) -> None:
     ],
 )
 def test_invalid_option_is_reported_before_the_model_is_built(
-    verb: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+    verb: list[str], workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from qsync_fx.backend.cuda import tuning
     from qsync_fx.backend.cuda.tuning import Environment
@@ -160,7 +160,7 @@ def test_invalid_option_is_reported_before_the_model_is_built(
     ["--precision int8", "--emulate-unsupported", "--pass one", "--gradient-rounding nearest"],
 )
 def test_invalid_model_reference_is_reported(
-    flags: str, here: Path, capsys: pytest.CaptureFixture[str]
+    flags: str, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["kernels", "build", "--arch", "sm_80", *flags.split()]) == 2
     error = capsys.readouterr().err

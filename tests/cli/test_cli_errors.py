@@ -23,7 +23,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
         (["inspct"], "invalid choice: 'inspct'"),
@@ -40,15 +40,15 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     ],
 )
 def test_wrong_arguments(
-    arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = fails(capsys, *arguments)
     assert lines[0].startswith("usage: qsync")
-    assert what in lines[-1]
+    assert message in lines[-1]
 
 
 @pytest.mark.parametrize(
-    ("reference", "what", "do"),
+    ("reference", "message", "do"),
     [
         ("models_of_test", "'models_of_test' does not name a model", "write MODULE:CALLABLE"),
         ("models_of_test:", "does not name a model", "write MODULE:CALLABLE"),
@@ -107,11 +107,11 @@ def test_wrong_arguments(
     ],
 )
 def test_references_that_lead_nowhere(
-    reference: str, what: str, do: str, capsys: pytest.CaptureFixture[str]
+    reference: str, message: str, do: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(OptionError) as caught:
         load(reference)
-    assert what in caught.value.what
+    assert message in caught.value.what
     assert caught.value.do is not None
     assert caught.value.do.startswith(do)
     lines = fails(capsys, "inspect", reference)
@@ -134,7 +134,7 @@ def test_exception_of_user_code_is_not_caught() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what", "do"),
+    ("arguments", "message", "do"),
     [
         (
             ["--precision", "int9"],
@@ -173,13 +173,13 @@ def test_exception_of_user_code_is_not_caught() -> None:
     ],
 )
 def test_errors_have_three_lines(
-    arguments: list[str], what: str, do: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, do: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "cut.json").write_text('{"format": "qsync-plan", "ver')
     Plan("int8", [("heads", "fp32")]).save("whole.json")
     lines = fails(capsys, "inspect", "models_of_test:small", *arguments)
     assert len(lines) in (2, 3), "an error has the lines what, where (if known) and do"
-    assert lines[0].startswith(f"qsync: {what}")
+    assert lines[0].startswith(f"qsync: {message}")
     assert lines[-1].startswith(f"  do:    {do}")
 
 

@@ -170,7 +170,7 @@ def test_predict_recommends_no_compression_without_a_gain(
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("arguments", "message"),
     [
         (
             ["--gpus", "1", "--bandwidth", "1gbit"],
@@ -193,7 +193,7 @@ def test_predict_recommends_no_compression_without_a_gain(
     ],
 )
 def test_predict_rejects_invalid_arguments(
-    how: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["comm", "predict", *how]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["comm", "predict", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -274,7 +274,7 @@ def test_infeasible_memory_is_reported_before_sensitivities_are_computed(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "message"),
     [
         ([], "neither a model nor a profile"),
         (["--profile", "a=x.json", "--profile", "a=y.json"], "occurs twice"),
@@ -283,10 +283,10 @@ def test_infeasible_memory_is_reported_before_sensitivities_are_computed(
     ],
 )
 def test_arguments_that_do_not_go_together(
-    arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *arguments]) == 2
-    assert what in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 LOUD = """
@@ -306,7 +306,7 @@ def loud():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "message"),
     [
         ("--allocator exakt", "no allocator"),
         ("--allocator dynamic-batches", "requires arguments"),
@@ -327,7 +327,7 @@ def loud():
 )
 def test_wrong_arguments_are_refused_before_the_model_runs(
     arguments: str,
-    what: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -335,11 +335,11 @@ def test_wrong_arguments_are_refused_before_the_model_runs(
     placed(tmp_path, monkeypatch, loud_nets=LOUD)
     (tmp_path / "fleet.toml").write_text(FLEET)
     assert main(["plan", "loud_nets:loud", *arguments.split()]) == 2
-    assert what in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "message"),
     [
         ("plan --plan plan.json", "qsync plan computes a plan and does not accept one"),
         ("plan --precision int8", "a plan covers several precisions"),
@@ -359,7 +359,7 @@ def test_wrong_arguments_are_refused_before_the_model_runs(
     ],
 )
 def test_wrong_arguments_are_refused_before_torch_is_imported(
-    arguments: str, what: str, tmp_path: Path
+    arguments: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "fleet.toml").write_text("[devices.t4]\ndevice = 't44'\n")
     (tmp_path / "syntax.toml").write_text("[devices")
@@ -373,7 +373,7 @@ def test_wrong_arguments_are_refused_before_torch_is_imported(
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
     )
-    assert done.returncode == 2 and what in done.stderr, done.stderr
+    assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

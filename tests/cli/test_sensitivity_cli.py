@@ -28,14 +28,14 @@ def whole():
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sensed.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
 
-def test_table_and_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_file(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "sensitivity",
         "sensed:net",
@@ -54,15 +54,15 @@ def test_table_and_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[7].startswith(
         "variance added to the gradients of Sequential, method second_order, mean over 2 steps"
     )
-    assert "wrote s.json" in captured.err and not (here / "s.json.partial").exists()
-    saved = Sensitivity.load(here / "s.json")
+    assert "wrote s.json" in captured.err and not (workdir / "s.json.partial").exists()
+    saved = Sensitivity.load(workdir / "s.json")
     assert saved.operators == ["0/linear", "2/linear", "4/linear"] and saved.steps == 2
     assert all(saved.of(name, "int8") > saved.of(name, "bf16") > 0 for name in saved.operators)
 
 
 @tiers.ALL
 def test_check_compares_methods_with_the_truth(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
         main(["sensitivity", "sensed:net", "--precisions", "int8", "--steps", "4", "--check"]) == 0
@@ -80,7 +80,7 @@ def test_check_compares_methods_with_the_truth(
 
 
 @tiers.ALL
-def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
             [
@@ -106,7 +106,7 @@ def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["sensed:net", "--method", "second_ordr"], "did you mean 'second_order'"),
         (["sensed:net", "--precision", "int8"], "use --precisions instead"),
@@ -118,7 +118,7 @@ def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_invalid_arguments_are_rejected(
-    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+    workdir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["sensitivity", *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -34,7 +34,7 @@ def plain():
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Working directory with a model and an empty cache."""
     (tmp_path / "tunable.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
@@ -65,17 +65,17 @@ def problems(capsys: pytest.CaptureFixture[str]) -> list[Problem]:
     return [problem_from(row["problem"]) for row in json.loads(capsys.readouterr().out)["skipped"]]
 
 
-def test_tune_without_a_gpu_is_an_error(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_without_a_gpu_is_an_error(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert run("tunable:tiny", "--precision", "int8") == 2
     error = capsys.readouterr().err
     assert "there is no GPU cuda" in error and "--recorded" in error
-    assert not (here / "cache").exists()
+    assert not (workdir / "cache").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--repeats", "0"), "the number of measurements is 0"),
         (("--recorded", "a", "--record", "b"), "remove one of them"),
@@ -85,13 +85,13 @@ def test_tune_without_a_gpu_is_an_error(here: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_tune_rejects_unsupported_options(
-    here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+    workdir: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     assert run("tunable:tiny", *arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_timings_decide(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     all_problems = problems(capsys)
     # Output and weight gradient of both layers, input gradient of the second; and the BF16 products
     # that they are compared with.
@@ -126,7 +126,7 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
     config = decide(LAYER, "sm_80", table).config
     assert config is not None and config.name == third
     # --output replaces the table in the cache.
-    assert not (here / "cache" / "tuning").exists()
+    assert not (workdir / "cache" / "tuning").exists()
 
     assert run(*tuned, "--json") == 0
     result = json.loads(capsys.readouterr().out)
@@ -138,7 +138,7 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
     assert {row["name"] for row in result["choices"]} == {"torch", third}
 
 
-def test_recorded_layers_decide(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_layers_decide(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A layer whose total time is not shorter than in BF16 stays in BF16."""
     timings = {p: {"torch": [10e-6]} for p in problems(capsys)}
     bf16, times = layer_problem(LAYER, "bf16"), {"forward": 1e-6, "weight_gradient": 2e-6}
@@ -157,7 +157,7 @@ def test_recorded_layers_decide(here: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_int8_slower_than_bf16_is_reported_and_not_used(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timings = {p: {"torch": [10e-6 if p.a == "int8" else 1e-6]} for p in problems(capsys)}
     tuning.save_recording(Path("t4.json"), TimingRecording(HERE, "sm_80", timings))
@@ -173,7 +173,7 @@ def test_int8_slower_than_bf16_is_reported_and_not_used(
 
 
 def test_model_without_products_has_no_problem_to_tune(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tuning.save_recording(Path("empty.json"), TimingRecording(HERE, "sm_80", {}))
     assert run("tunable:plain", "--recorded", "empty.json") == 2

@@ -200,18 +200,18 @@ HARMED = {
 
 
 @pytest.mark.parametrize(
-    ("how", "world"),
+    ("damage", "world"),
     tiers.chosen(
         [("magic", 2)],
         [("magic", 2), ("length", 3), ("late", 2), ("payload", 3)],
-        [(how, world) for how in HARMED for world in (2, 3)],
+        [(damage, world) for damage in HARMED for world in (2, 3)],
     ),
 )
-def test_corrupt_message_is_an_error_on_all_ranks(how: str, world: int, tmp_path: Path) -> None:
-    for result in run("faults", world, tmp_path, script=FAULTS, how=how):
+def test_corrupt_message_is_an_error_on_all_ranks(damage: str, world: int, tmp_path: Path) -> None:
+    for result in run("faults", world, tmp_path, script=FAULTS, how=damage):
         assert result["kind"] == "RankError"
-        assert HARMED[how] in result["text"] or (
-            how == "payload" and "they must be bit-identical" in result["text"]
+        assert HARMED[damage] in result["text"] or (
+            damage == "payload" and "they must be bit-identical" in result["text"]
         )
 
 
@@ -229,7 +229,7 @@ def test_a_rank_that_is_killed_is_an_error_on_all_others(world: int, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("codec", "how", "world", "fsdp"),
+    ("codec", "failure", "world", "fsdp"),
     [
         ("qsgd8", "raise", 2, False),
         *(
@@ -245,15 +245,15 @@ def test_a_rank_that_is_killed_is_an_error_on_all_others(world: int, tmp_path: P
     ],
 )
 def test_under_a_guard_the_other_ranks_raise_the_reason(
-    codec: str, how: str, world: int, fsdp: bool, tmp_path: Path
+    codec: str, failure: str, world: int, fsdp: bool, tmp_path: Path
 ) -> None:
-    job = {"name": "guarded", "codec": codec, "how": how, "fsdp": fsdp}
+    job = {"name": "guarded", "codec": codec, "how": failure, "fsdp": fsdp}
     *others, last = ranks.run(FAULTS, world, tmp_path, limit=600, **job)
-    assert last.code == {"raise": 1, "kill": -signal.SIGKILL}[how], last.log
+    assert last.code == {"raise": 1, "kill": -signal.SIGKILL}[failure], last.log
     reason = {
         "raise": "has failed: ValueError: this batch is broken",
         "kill": "has ended without a report",
-    }[how]
+    }[failure]
     for rank in others:
         assert rank.code == 0, rank.log
         assert rank.result["rank"] == world - 1
@@ -307,21 +307,25 @@ def test_truncation_remainder_is_sent_later(world: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "codec"),
+    ("damage", "codec"),
     tiers.chosen(
         [("length", "aqgb")],
         [("length", "aqgb"), ("magic", "aqgb16"), ("payload", "aqgb")],
-        [(how, codec) for how in ("length", "magic", "payload") for codec in ("aqgb", "aqgb16")],
+        [
+            (damage, codec)
+            for damage in ("length", "magic", "payload")
+            for codec in ("aqgb", "aqgb16")
+        ],
     ),
 )
 def test_corrupt_message_of_any_length_is_an_error_on_all_ranks(
-    how: str, codec: str, tmp_path: Path
+    damage: str, codec: str, tmp_path: Path
 ) -> None:
-    for result in run("faults", 2, tmp_path, script=FAULTS, how=how, codec=codec):
+    for result in run("faults", 2, tmp_path, script=FAULTS, how=damage, codec=codec):
         assert result["kind"] == "RankError"
         assert (
             "rank 0 cannot read the message of rank 1 for bucket 1 of step 2: " in result["text"]
-            or how == "payload"
+            or damage == "payload"
         )
 
 

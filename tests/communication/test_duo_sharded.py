@@ -28,7 +28,9 @@ CASES = [(optimizer, "") for optimizer in OPTIMIZERS] + [
     for case in ("accumulating", "scaling", "views")
 ]
 WAYS = [
-    (way, optimizer) for way in ("duo0", "duo1", "duo2", "duo4") for optimizer in ("sgd", "adamw")
+    (codec, optimizer)
+    for codec in ("duo0", "duo1", "duo2", "duo4")
+    for optimizer in ("sgd", "adamw")
 ]
 
 

@@ -19,7 +19,7 @@ run = functools.partial(ranks.results, script="scaled_rank.py")
 
 
 @pytest.mark.parametrize(
-    ("how", "world", "codecs"),
+    ("parallelism", "world", "codecs"),
     tiers.chosen(
         [("parallel", 2, ["1bit*"])],
         [
@@ -30,10 +30,10 @@ run = functools.partial(ranks.results, script="scaled_rank.py")
     ),
 )
 def test_skipped_steps_leave_no_state(
-    how: str, world: int, codecs: list[str], tmp_path: Path
+    parallelism: str, world: int, codecs: list[str], tmp_path: Path
 ) -> None:
     """Training with a changing scale is bit-identical to its executed steps without a scaler."""
-    for results in run("without", world, tmp_path, how=how, codecs=codecs):
+    for results in run("without", world, tmp_path, how=parallelism, codecs=codecs):
         assert len(results) == 3 * len(codecs)
         for name, result in results.items():
             skipped = [step for step in range(10) if step not in result["taken"]]

@@ -121,14 +121,14 @@ def test_duo_takes_the_same_steps(tmp_path: Path) -> None:
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("how", ["magic", "length", "late", "payload"])
-def test_corrupt_message_is_an_error_on_all_ranks(how: str, world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["magic", "length", "late", "payload"])
+def test_corrupt_message_is_an_error_on_all_ranks(damage: str, world: int, tmp_path: Path) -> None:
     reason = "rank 0 cannot read the message of rank 1 for bucket 1 of step 2: its"
-    if how == "magic":
+    if damage == "magic":
         reason = reason.removesuffix("its") + "it begins with"
-    if how == "payload":
+    if damage == "payload":
         reason = "they must be bit-identical"
-    job = {"script": FAULTS, "how": how, "compress": {"transport": COLLECTIVE}}
+    job = {"script": FAULTS, "how": damage, "compress": {"transport": COLLECTIVE}}
     for result in ranks.results("faults", world, tmp_path, **job):
         assert result["kind"] == "RankError"
         assert reason in result["text"]

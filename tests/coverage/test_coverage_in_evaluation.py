@@ -45,15 +45,15 @@ def told(call: Any, times: int = 1) -> list[str]:
     return [str(record.message) for record in caught if issubclass(record.category, PlanWarning)]
 
 
-@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "eval"])
-def test_typo_is_reported_in_evaluation(how: str) -> None:
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "eval"])
+def test_typo_is_reported_in_evaluation(mode: str) -> None:
     model, x = build(Broken), torch.randn(4, 8)
-    model.train(how != "eval")
+    model.train(mode != "eval")
     run = compiled(model, plan=TYPO)
 
     def call() -> None:
         with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(
-            how, torch.enable_grad
+            mode, torch.enable_grad
         )():
             run(x)
 

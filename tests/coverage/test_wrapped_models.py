@@ -73,12 +73,12 @@ def sequential_block() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16), nn.ReLU())
 
 
-def options(**given: Any) -> dict[str, Any]:
-    return {"inner_backend": "aot_eager", **given}
+def options(**settings: Any) -> dict[str, Any]:
+    return {"inner_backend": "aot_eager", **settings}
 
 
-def compiled(model: Any, **given: Any) -> Any:
-    return torch.compile(model, backend="qsync", options=options(**given))
+def compiled(model: Any, **settings: Any) -> Any:
+    return torch.compile(model, backend="qsync", options=options(**settings))
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -115,9 +115,9 @@ def train(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[str]:
     return [str(warning.message) for warning in caught if issubclass(warning.category, PlanWarning)]
 
 
-def every_block(model: nn.Module, **given: Any) -> nn.Module:
+def every_block(model: nn.Module, **settings: Any) -> nn.Module:
     for block in model.blocks:
-        block.compile(backend="qsync", options=options(**given))
+        block.compile(backend="qsync", options=options(**settings))
     return model
 
 
@@ -130,29 +130,29 @@ PLANS = {
 MAKE: dict[str, Callable[[], nn.Module]] = {"model": Model, "sequential": sequential}
 
 WRAPPED: dict[str, Callable[[nn.Module, dict[str, Any]], Any]] = {
-    "compile(DataParallel)": lambda model, given: compiled(DataParallel(model), **given),
-    "DataParallel(compile)": lambda model, given: DataParallel(compiled(model, **given)),
-    "compile(DDP)": lambda model, given: compiled(DistributedDataParallel(model), **given),
-    "DDP(compile)": lambda model, given: DistributedDataParallel(compiled(model, **given)),
-    "compile(FSDP2)": lambda model, given: compiled(sharded(model), **given),
-    "function": lambda model, given: compiled(lambda x: model(x), **given),
+    "compile(DataParallel)": lambda model, settings: compiled(DataParallel(model), **settings),
+    "DataParallel(compile)": lambda model, settings: DataParallel(compiled(model, **settings)),
+    "compile(DDP)": lambda model, settings: compiled(DistributedDataParallel(model), **settings),
+    "DDP(compile)": lambda model, settings: DistributedDataParallel(compiled(model, **settings)),
+    "compile(FSDP2)": lambda model, settings: compiled(sharded(model), **settings),
+    "function": lambda model, settings: compiled(lambda x: model(x), **settings),
 }
 
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("how", WRAPPED)
-def test_a_wrapped_model(how: str, kind: str) -> None:
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_a_wrapped_model(wrapper: str, kind: str) -> None:
     model = MAKE[kind]()
     plan = PLANS[kind]
-    messages = train(model, WRAPPED[how](model, {"plan": plan, "strict": False}))
+    messages = train(model, WRAPPED[wrapper](model, {"plan": plan, "strict": False}))
     precisions = planned(model)
-    if how == "compile(DDP)" and kind == "sequential":
+    if wrapper == "compile(DDP)" and kind == "sequential":
         # Dynamo does not compile a module of a torch class that DDP calls.
         assert precisions == {}
         assert "compile the module itself before it is wrapped" in messages[0]
         return
-    if how == "compile(FSDP2)" and kind == "model":
+    if wrapper == "compile(FSDP2)" and kind == "model":
         # FSDP2's hooks break the graph in the loop over blocks. Code outside of the blocks runs
         # in eager mode, which is FP32.
         assert precisions == {
@@ -195,15 +195,15 @@ def test_all_modes_of_ddp(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("how", [*WRAPPED, "blocks", "FSDP2(blocks)"])
-def test_pattern_without_a_match_is_an_error_in_each_block(how: str) -> None:
-    def run(**given: Any) -> list[str]:
+@pytest.mark.parametrize("wrapper", [*WRAPPED, "blocks", "FSDP2(blocks)"])
+def test_pattern_without_a_match_is_an_error_in_each_block(wrapper: str) -> None:
+    def run(**settings: Any) -> list[str]:
         torch._dynamo.reset()
         model = Model()
-        if how in WRAPPED:
-            return train(model, WRAPPED[how](model, given))
-        every_block(model, **given)
-        return train(model, sharded(model) if how == "FSDP2(blocks)" else model)
+        if wrapper in WRAPPED:
+            return train(model, WRAPPED[wrapper](model, settings))
+        every_block(model, **settings)
+        return train(model, sharded(model) if wrapper == "FSDP2(blocks)" else model)
 
     typo = Plan("bf16", patterns=[("blocks.1", "int8"), ("blocks.2/lienar", "int8")])
     stranger = Plan("bf16", patterns=[("blocks.1", "int8"), ("blocks.9", "int8")])

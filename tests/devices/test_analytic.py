@@ -228,7 +228,7 @@ def test_constants_of_a_related_device_apply_to_its_peaks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "what"),
+    ("ask", "message"),
     [
         (lambda d: d.gemm_seconds(0, 8, 8, "fp16"), "m is 0, but must be"),
         (lambda d: d.gemm_seconds(8, 8, 8, "fp16", "tt"), "unknown layout 'tt'"),
@@ -249,8 +249,8 @@ def test_constants_of_a_related_device_apply_to_its_peaks() -> None:
         (lambda d: d.cast_seconds("fp32", "fp16", -1), "numel is -1, but must be"),
     ],
 )
-def test_empty_work_is_rejected(ask: Any, what: str) -> None:
-    with pytest.raises(DeviceError, match=what):
+def test_empty_work_is_rejected(ask: Any, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
         ask(T4)
 
 

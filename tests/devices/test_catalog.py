@@ -276,8 +276,8 @@ LINES = T4.splitlines()
         ["", "= 1", "x = -1", "x = 1e999", "[x]", '"', "peak = inf", "bytes = -5", "[memory]"]
     ),
 )
-def test_fuzzed_device_file_is_valid_or_an_error(at: int, line: str) -> None:
-    text = "\n".join([*LINES[:at], line, *LINES[at + 1 :]])
+def test_fuzzed_device_file_is_valid_or_an_error(index: int, line: str) -> None:
+    text = "\n".join([*LINES[:index], line, *LINES[index + 1 :]])
     try:
         result: object = DEVICE.decode(text.encode())
     except DeviceError as wrong:

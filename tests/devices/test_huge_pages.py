@@ -14,7 +14,7 @@ GLIBC = ("glibc", "2.36")
 
 
 @pytest.mark.parametrize(
-    ("policy", "tunables", "library", "said"),
+    ("policy", "tunables", "library", "message"),
     [
         ("always [madvise] never", "", GLIBC, f"not used; faster training: {SWITCH} python ..."),
         (
@@ -42,11 +42,11 @@ GLIBC = ("glibc", "2.36")
     ],
 )
 def test_huge_page_messages(
-    policy: str, tunables: str, library: tuple[str, str], said: str
+    policy: str, tunables: str, library: tuple[str, str], message: str
 ) -> None:
     state = of(policy, tunables, library)
-    assert str(state) == said
-    assert state.missing == ("python" in said)
+    assert str(state) == message
+    assert state.missing == ("python" in message)
 
 
 @pytest.mark.skipif(not huge_pages().missing, reason=f"huge pages here: {huge_pages()}")

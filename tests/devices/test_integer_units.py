@@ -19,7 +19,7 @@ from qsync_fx.formats import precision
 
 
 @pytest.mark.parametrize(
-    ("native", "exact", "features", "how", "reason"),
+    ("native", "exact", "features", "execution", "reason"),
     [
         (True, True, ("vnni",), "native", "this CPU has a unit for INT8"),
         (
@@ -37,7 +37,7 @@ def test_exact_sums_are_no_unit(
     native: bool,
     exact: bool,
     features: tuple[str, ...],
-    how: str,
+    execution: str,
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -46,7 +46,7 @@ def test_exact_sums_are_no_unit(
     monkeypatch.setattr(format_support, "cpu", lambda: Cpu("", features, None, 1))
     for name in ("int8", "int8_grad"):
         result = support.__wrapped__(torch.device("cpu"), precision(name))
-        assert result.kind == how and result.runs_as.name == name and reason in result.reason
+        assert result.kind == execution and result.runs_as.name == name and reason in result.reason
 
 
 def test_invalid_setting_is_reported_in_format_support(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from qsync_fx.formatting import number, short
 
 
 @pytest.mark.parametrize(
-    ("size", "said", "known"),
+    ("size", "expected_text", "expected_number"),
     [
         (0, "-", 0),
         (999, "999", 999),
@@ -24,10 +24,12 @@ from qsync_fx.formatting import number, short
         (10 * sympy.Symbol("s0"), "10*s0", None),
     ],
 )
-def test_known_sizes_are_numbers(size: object, said: str, known: float | None) -> None:
-    assert short(size) == said
+def test_known_sizes_are_numbers(
+    size: object, expected_text: str, expected_number: float | None
+) -> None:
+    assert short(size) == expected_text
     value = number(size)
-    assert value == known and type(value) is type(known)
+    assert value == expected_number and type(value) is type(expected_number)
 
 
 def test_operations_of_attention_are_a_number() -> None:

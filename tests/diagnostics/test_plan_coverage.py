@@ -210,17 +210,17 @@ def test_a_plan_file_is_read_once(tmp_path: Any) -> None:
         torch.compile(model, backend="qsync", options=options)
 
 
-@pytest.mark.parametrize("how", ["function", "method", "decorator", "module"])
-def test_wrong_options_raise_at_torch_compile(how: str) -> None:
+@pytest.mark.parametrize("call_style", ["function", "method", "decorator", "module"])
+def test_wrong_options_raise_at_torch_compile(call_style: str) -> None:
     model: Any = Plain()
     make: dict[str, Callable[..., Any]] = {
-        "function": lambda **how: torch.compile(model.forward, **how),
-        "module": lambda **how: torch.compile(model, **how),
-        "method": lambda **how: model.compile(**how),
-        "decorator": lambda **how: torch.compile(**how)(lambda x: model(x)),
+        "function": lambda **arguments: torch.compile(model.forward, **arguments),
+        "module": lambda **arguments: torch.compile(model, **arguments),
+        "method": lambda **arguments: model.compile(**arguments),
+        "decorator": lambda **arguments: torch.compile(**arguments)(lambda x: model(x)),
     }
     with pytest.raises(qsync_fx.OptionError, match="unknown option 'precison'"):
-        make[how](backend="qsync", options={"precison": "int8"})
+        make[call_style](backend="qsync", options={"precison": "int8"})
     with pytest.raises(qsync_fx.OptionError, match="has no mode"):
         torch.compile(model, backend="qsync", mode="max-autotune")
 

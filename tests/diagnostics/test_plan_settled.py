@@ -38,16 +38,16 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "told", "near"), WRONG)
+@pytest.mark.parametrize(("wrong", "message", "near"), WRONG)
 def test_rules_without_effect_are_known_after_a_step(
-    wrong: dict[str, Any], told: str, near: str
+    wrong: dict[str, Any], message: str, near: str
 ) -> None:
     model, plan = Breaking(), Plan("bf16", **wrong)
     (text,) = step(model, lambda: compiled(model, plan=plan)(torch.randn(4, 16)))
     assert text.startswith("the plan is not applied: no operator matches 1 entry of the plan")
-    assert told in text
+    assert message in text
     assert f"nearest: {near}" in text
-    assert told in str(qsync_fx.plan_coverage(model))
+    assert message in str(qsync_fx.plan_coverage(model))
     assert not qsync_fx.plan_coverage(model).complete
 
 
@@ -65,12 +65,12 @@ def test_hooks_of_others_on_optimizers_run_too() -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize(("wrong", "told", "near"), WRONG)
-def test_strict_raises_it(wrong: dict[str, Any], told: str, near: str) -> None:
+@pytest.mark.parametrize(("wrong", "message", "near"), WRONG)
+def test_strict_raises_it(wrong: dict[str, Any], message: str, near: str) -> None:
     model, plan = Breaking(), Plan("bf16", **wrong)
     with pytest.raises(PlanError) as caught:
         step(model, lambda: compiled(model, plan=plan, strict=True)(torch.randn(4, 16)))
-    assert told in str(caught.value.where)
+    assert message in str(caught.value.where)
     assert near in str(caught.value.do)
 
 

@@ -23,14 +23,16 @@ WITHIN = st.floats(1 / 1.15, 1.15)
 ANY = st.floats(0.1, 10)
 
 
-def run(paces: list[float], how: Hysteresis = HOW, rooms: list[Room] | None = None) -> list[int]:
+def run(
+    paces: list[float], hysteresis: Hysteresis = HOW, rooms: list[Room] | None = None
+) -> list[int]:
     """Return the steps after which a single rank replans, with a cool-down after each."""
     window, decided = StepWindow(), []
     for step, pace in enumerate(paces):
-        window = window.after_step(pace, rooms[step] if rooms else None, how.patience)
-        if drift([window.summary(how)], ["device"]) is not None:
+        window = window.after_step(pace, rooms[step] if rooms else None, hysteresis.patience)
+        if drift([window.summary(hysteresis)], ["device"]) is not None:
             decided.append(step)
-            window = StepWindow(resting=how.cooldown)
+            window = StepWindow(resting=hysteresis.cooldown)
     return decided
 
 

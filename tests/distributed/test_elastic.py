@@ -104,10 +104,10 @@ def trainings(folder: Path) -> list[dict[str, Any]]:
 
 
 def until(
-    folder: Path, seen: Callable[[list[dict[str, Any]]], bool], seconds: float = 280
+    folder: Path, condition: Callable[[list[dict[str, Any]]], bool], seconds: float = 280
 ) -> list[dict[str, Any]]:
     end = time.monotonic() + seconds
-    while not seen(reports := trainings(folder)):
+    while not condition(reports := trainings(folder)):
         logs = "\n".join(path.read_text()[-3000:] for path in folder.glob("*.log"))
         assert time.monotonic() < end, f"{reports}\n{logs}"
         time.sleep(0.2)

@@ -12,7 +12,7 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "message"),
     [
         ({"sensitivity": None}, "planning requires the sensitivity of each operator"),
         ({"sensitivity": "exat"}, "'exat' is not a method"),
@@ -42,13 +42,13 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_wrong_arguments_are_refused_before_a_step(arguments: dict[str, Any], what: str) -> None:
+def test_wrong_arguments_are_refused_before_a_step(arguments: dict[str, Any], message: str) -> None:
     step = Counted()
     with pytest.raises(QSyncError) as caught:
         qsync_fx.distributed.measure_and_plan(
             layer(), step, [BATCH], device_class="cpu", progress=False, **arguments
         )
-    assert what in str(caught.value)
+    assert message in str(caught.value)
     assert not step.calls
 
 
@@ -60,7 +60,7 @@ def test_measure_refuses_an_unknown_method_before_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "message"),
     [
         ({"codecs": ["qsgd5"]}, "no codec"),
         ({"margin": -1.0}, "margin"),
@@ -68,8 +68,8 @@ def test_measure_refuses_an_unknown_method_before_a_step() -> None:
     ],
 )
 def test_find_plan_from_a_profile_without_sensitivity_names_the_wrong_argument(
-    arguments: dict[str, Any], what: str
+    arguments: dict[str, Any], message: str
 ) -> None:
     profile = qsync_fx.catalog_profile("t4", layer(), Counted(), BATCH, ["fp32", "fp16"])
-    with pytest.raises(QSyncError, match=what):
+    with pytest.raises(QSyncError, match=message):
         qsync_fx.find_plan(profile, **arguments)

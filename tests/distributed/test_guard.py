@@ -16,7 +16,7 @@ from tests.support.processes import ranks
 
 @tiers.ALL
 @pytest.mark.parametrize(
-    ("arguments", "failing", "what"),
+    ("arguments", "failing", "message"),
     [
         ({"sensitivity": None}, [0, 1], "planning requires the sensitivity"),
         ({"sensitivity": None}, [1], "planning requires the sensitivity"),
@@ -29,13 +29,13 @@ from tests.support.processes import ranks
     ],
 )
 def test_wrong_arguments_of_find_plan_are_refused_on_all_ranks_before_a_step(
-    arguments: dict[str, object], failing: list[int], what: str, tmp_path: Path
+    arguments: dict[str, object], failing: list[int], message: str, tmp_path: Path
 ) -> None:
     ended = ranks.run(
         "guarded_rank.py", 2, tmp_path, name="refused", arguments=arguments, ranks=failing
     )
     for rank in ended:
-        assert what in rank.result["what"], rank.log
+        assert message in rank.result["what"], rank.log
         assert rank.result["steps"] == 0
 
 
@@ -96,7 +96,7 @@ def test_gradients_are_averaged_over_samples(tmp_path: Path) -> None:
 
 @tiers.ALL
 @pytest.mark.parametrize(
-    ("how", "what", "world"),
+    ("fault", "message", "world"),
     [
         ("plan", "has failed: PlanError: the pattern 'nowhere' selects none", 2),
         ("limit", "has failed: PlanError: Dynamo has reached torch._dynamo.config", 2),
@@ -106,14 +106,14 @@ def test_gradients_are_averaged_over_samples(tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_that_fails_is_named_on_the_others(
-    how: str, what: str, world: int, tmp_path: Path
+    fault: str, message: str, world: int, tmp_path: Path
 ) -> None:
     # A stopped process does not end: the test waits 1 s for it after the others.
-    limit, after = (6, 1) if how == "stop" else (600, 60)
+    limit, after = (6, 1) if fault == "stop" else (600, 60)
     *others, odd = ended = ranks.run(
-        "guarded_rank.py", world, tmp_path, 120, after, name="fails", how=how, limit=limit
+        "guarded_rank.py", world, tmp_path, 120, after, name="fails", how=fault, limit=limit
     )
-    if how != "plan":
+    if fault != "plan":
         (trained,) = {
             line for rank in ended for line in rank.log.splitlines() if line.startswith("trained ")
         }
@@ -122,15 +122,15 @@ def test_a_rank_that_fails_is_named_on_the_others(
         )
         assert all(trained in rank.log for rank in ended)
     for rank in others:
-        assert f"rank {world - 1} {what}" in rank.log, rank.log + odd.log
-        if how == "stop":
+        assert f"rank {world - 1} {message}" in rank.log, rank.log + odd.log
+        if fault == "stop":
             # Gloo cannot be interrupted: a blocked process ends itself after the group's timeout.
             assert rank.code == 1
         else:
             assert rank.code == 0
-            assert f"rank {world - 1} {what}" in rank.result["what"]
+            assert f"rank {world - 1} {message}" in rank.result["what"]
             assert rank.result["rank"] == world - 1
-    assert odd.code == {"kill": -signal.SIGKILL, "stop": None}.get(how, 1)
+    assert odd.code == {"kill": -signal.SIGKILL, "stop": None}.get(fault, 1)
     assert odd.result is None
 
 

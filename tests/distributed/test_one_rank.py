@@ -188,7 +188,7 @@ def test_invalid_settings_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "what"),
+    ("arguments", "message"),
     [
         ({"seed": "a"}, "seed must be an integer, not 'a'"),
         ({"least": -1}, "least must be a number of values, not -1"),
@@ -197,10 +197,10 @@ def test_invalid_settings_are_reported() -> None:
     ],
 )
 def test_numbers_that_compress_cannot_take_are_refused(
-    group: None, how: dict[str, Any], what: str
+    group: None, arguments: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(OptionError, match=re.escape(what)):
-        compress(DistributedDataParallel(nn.Linear(4, 4)), "qsgd8", **how)
+    with pytest.raises(OptionError, match=re.escape(message)):
+        compress(DistributedDataParallel(nn.Linear(4, 4)), "qsgd8", **arguments)
 
 
 def test_invalid_compression_state_is_rejected(group: None) -> None:

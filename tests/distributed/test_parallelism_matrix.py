@@ -71,9 +71,11 @@ def trained(world: int) -> dict[str, list[dict[str, Any]] | str]:
 
 @tiers.ALL
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("way", "world"), [(way, world) for world in (2, 3) for way in WAYS])
-def test_replicas_are_equal_to_the_last_bit(way: str, world: int) -> None:
-    results = trained(world).get(way, "not begun: other ways took all of the time")
+@pytest.mark.parametrize(
+    ("variant", "world"), [(variant, world) for world in (2, 3) for variant in WAYS]
+)
+def test_replicas_are_equal_to_the_last_bit(variant: str, world: int) -> None:
+    results = trained(world).get(variant, "not begun: other ways took all of the time")
     assert not isinstance(results, str), results
     assert all(rank["graphs"] for rank in results)
     assert [rank["precisions"] for rank in results] == [
@@ -81,13 +83,13 @@ def test_replicas_are_equal_to_the_last_bit(way: str, world: int) -> None:
         *([["bf16", "int8"]] * (world - 1)),
     ]
     # A rank whose inputs never reach a branch does not compile it.
-    uncompiled = 1 if way == "different branches" else 0
+    uncompiled = 1 if variant == "different branches" else 0
     assert [rank["uncovered"] for rank in results] == [0, *[uncompiled] * (world - 1)], (
         "all modules that a rank calls are compiled"
     )
     assert len({rank["weights"] for rank in results}) == 1
     assert all(rank["moved"] for rank in results)
-    assert all(rank["finite"] == (way != "NaN on one rank") for rank in results)
+    assert all(rank["finite"] == (variant != "NaN on one rank") for rank in results)
 
 
 @tiers.ALL

@@ -147,11 +147,11 @@ def active_batches(result: dict[str, Any], name: str, reports: list[ReplanReport
     return batches
 
 
-def switched(told: list[dict[str, Any]]) -> ReplanReport:
+def switched(reports: list[dict[str, Any]]) -> ReplanReport:
     """Return the only report of a switch to another plan."""
     (report,) = (
         candidate
-        for entry in told
+        for entry in reports
         if (candidate := ReplanReport.from_dict(entry)).after is not None
     )
     return report

@@ -223,7 +223,7 @@ def scales(
 
 
 def assert_equal(
-    found: Tensor, sums: Tensor, config: KernelConfig, *epilogue: Tensor | None
+    result: Tensor, sums: Tensor, config: KernelConfig, *epilogue: Tensor | None
 ) -> None:
     """Assert that a result equals exact sums (FP64, `[..., n]`) with scales and bias bit by bit.
 
@@ -235,7 +235,7 @@ def assert_equal(
         a_scale = a_scale.reshape(-1, 1)
     out = FORMATS[config.out].dtype
     want = emulation.finish(sums.cpu().float(), a_scale, b_scale, bias, out)
-    have = found.cpu()
+    have = result.cpu()
     wrong = (have != want) & ~(have.isnan() & want.isnan())
     assert not wrong.any(), (
         f"{int(wrong.sum())} of {wrong.numel()} values: {have[wrong][:4]} for {want[wrong][:4]}"
@@ -243,7 +243,7 @@ def assert_equal(
 
 
 def assert_near(
-    found: Tensor,
+    result: Tensor,
     sums: Tensor,
     magnitudes: Tensor,
     terms: int,
@@ -272,7 +272,7 @@ def assert_near(
     )
     bound = (relative * magnitudes + 2.0**-126) * factor + 4 * 2.0**-24 * (want.abs() + added.abs())
     bound = bound + torch.finfo(FORMATS[config.out].dtype).eps / 2 * (want.abs() + bound) + 1e-7
-    error = (wide(found) - want).abs()
+    error = (wide(result) - want).abs()
     assert (error <= bound).all(), f"the error is {(error / bound).max():.3g} times the bound"
     if config.a.startswith("fp8") and terms > 1:
         # The bound covers the worst case; the norm shows an accumulator that loses bits.

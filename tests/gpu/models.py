@@ -148,12 +148,12 @@ def units(arch: Arch) -> list[TranslationUnit]:
     )
 
 
-def kernels_of(asked: Sequence[Problem], arch: Arch) -> list[TranslationUnit]:
+def kernels_of(requested: Sequence[Problem], arch: Arch) -> list[TranslationUnit]:
     """Return the units that compute problems, with and without `kernels_win`, and the quantizers of
     their formats.
     """
-    first = [codegen.unit_of(config) for problem in asked for config in _first(problem, arch)]
-    return list(dict.fromkeys([*first, *of_problems(asked, arch, every_candidate=False)]))
+    first = [codegen.unit_of(config) for problem in requested for config in _first(problem, arch)]
+    return list(dict.fromkeys([*first, *of_problems(requested, arch, every_candidate=False)]))
 
 
 def _first(problem: Problem, arch: Arch) -> tuple[Any, ...]:
@@ -161,9 +161,9 @@ def _first(problem: Problem, arch: Arch) -> tuple[Any, ...]:
     return () if isinstance(selection, str) else selection.configs[:1]
 
 
-def operators_with_kernels(asked: Sequence[Problem], arch: Arch) -> set[str]:
+def operators_with_kernels(requested: Sequence[Problem], arch: Arch) -> set[str]:
     """Return the operators of the problems that kernels of this architecture serve."""
-    served = [problem for problem in asked if _first(problem, arch)]
+    served = [problem for problem in requested if _first(problem, arch)]
     operators = {
         "qsync::gemm" if isinstance(problem, GemmProblem) else "qsync::conv2d_product"
         for problem in served
@@ -173,11 +173,11 @@ def operators_with_kernels(asked: Sequence[Problem], arch: Arch) -> set[str]:
 
 
 def winning(
-    asked: Sequence[Problem], arch: Arch, environment: tuning.Environment | None = None
+    requested: Sequence[Problem], arch: Arch, environment: tuning.Environment | None = None
 ) -> TuningTable:
     """Return a tuning table in which the first kernel of each problem wins."""
     choices = {}
-    for problem in asked:
+    for problem in requested:
         for config in _first(problem, arch):
             bucket = problem.bucket()
             choices[bucket] = TunedChoice(
@@ -187,7 +187,7 @@ def winning(
 
 
 @contextlib.contextmanager
-def kernels_win(asked: Sequence[Problem], arch: Arch, folder: Path) -> Iterator[None]:
+def kernels_win(requested: Sequence[Problem], arch: Arch, folder: Path) -> Iterator[None]:
     """Select kernels instead of torch, by a tuning table as `qsync tune` writes it, which replaces
     the user's.
 
@@ -197,7 +197,9 @@ def kernels_win(asked: Sequence[Problem], arch: Arch, folder: Path) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(known_devices, "folder", lambda: folder)
         tuning.save_table(
-            tuning.path_in(folder, environment), environment, winning(asked, arch).choices.values()
+            tuning.path_in(folder, environment),
+            environment,
+            winning(requested, arch).choices.values(),
         )
         known_devices.forget()
         try:

@@ -47,9 +47,9 @@ def epilogue(p: ConvProblem) -> tuple[Tensor | None, Tensor | None, Tensor | Non
     return a_scale, b_scale, torch.randn(p.k, device=kit.DEVICE) if p.bias else None
 
 
-def flat(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def flat(scales_and_bias: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Return scales and bias in shapes that broadcast against trailing channels."""
-    return tuple(None if t is None else t.reshape(-1) if t.dim() else t for t in given)
+    return tuple(None if t is None else t.reshape(-1) if t.dim() else t for t in scales_and_bias)
 
 
 def run(
@@ -57,7 +57,7 @@ def run(
     p: ConvProblem,
     a: Tensor,
     b: Tensor,
-    given: tuple[Tensor | None, Tensor | None, Tensor | None],
+    scales_and_bias: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Tensor:
     """Return the result, channels last, in memory that most likely contained NaN before."""
     poison = torch.full(
@@ -66,7 +66,7 @@ def run(
     del poison
     library = kit.library(codegen.unit_of(config))
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
-    x = ConvProduct(a, b, *given, size, p.stride, p.padding, p.dilation, p.operation)
+    x = ConvProduct(a, b, *scales_and_bias, size, p.stride, p.padding, p.dilation, p.operation)
     return launch.call_site(library, config, p, p, x)(x).permute(0, 2, 3, 1)
 
 

@@ -55,9 +55,9 @@ def drawn(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return raw.view(dtype).view(shape)
 
 
-def lying(t: Tensor, how: str) -> Tensor:
+def lying(t: Tensor, layout: str) -> Tensor:
     rows, columns = t.shape
-    match how:
+    match layout:
         case "columns":
             return t.t().contiguous().t()
         case "sliced":
@@ -69,21 +69,21 @@ def lying(t: Tensor, how: str) -> Tensor:
 
 
 def wanted(
-    x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: tuple[int, int]
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: tuple[int, int]
 ) -> Tensor:
     """Return torch's result on the same device."""
-    straight = x.t() if turned else x
+    straight = x.t() if transposed else x
     values = straight if scale is None else straight.float() * scale
     return padding.laid_out(values.to(dtype), *shape, "row")
 
 
-def assert_equal(found: Tensor, want: Tensor) -> None:
+def assert_equal(actual: Tensor, want: Tensor) -> None:
     """Assert equal bits; floating-point NaN equals any NaN."""
-    wrong = bits(found) != bits(want)
+    wrong = bits(actual) != bits(want)
     if want.is_floating_point():
-        wrong &= ~(found.float().isnan() & want.float().isnan())
+        wrong &= ~(actual.float().isnan() & want.float().isnan())
     assert not wrong.any(), (
-        f"{int(wrong.sum())} of {wrong.numel()} values: {found[wrong][:4]} for {want[wrong][:4]}"
+        f"{int(wrong.sum())} of {wrong.numel()} values: {actual[wrong][:4]} for {want[wrong][:4]}"
     )
 
 

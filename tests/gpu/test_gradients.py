@@ -53,14 +53,16 @@ def coded(codec: Codec, x: torch.Tensor, draw: Draw) -> list[torch.Tensor]:
     return [made.cpu() for made in (wire, decoded, more, *([] if left is None else [left]))]
 
 
-@pytest.mark.parametrize("how", ["fused", "operators"])
+@pytest.mark.parametrize("implementation", ["fused", "operators"])
 @pytest.mark.parametrize(
     "codec", CODECS, ids=lambda codec: f"{codec.name}-{getattr(codec, 'layout', '')}"
 )
 def test_bytes_and_values_equal_the_cpu(
-    codec: Codec, how: str, monkeypatch: pytest.MonkeyPatch
+    codec: Codec, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_kernels, "_failed", [] if how == "fused" else ["told so by a test"])
+    monkeypatch.setattr(
+        torch_kernels, "_failed", [] if implementation == "fused" else ["told so by a test"]
+    )
     for n in SIZES:
         for name, x in values(n).items():
             draw = Draw(0x123456789ABCDEF, 77, 512 * n)
@@ -71,7 +73,7 @@ def test_bytes_and_values_equal_the_cpu(
                 torch.testing.assert_close(
                     made, wanted, rtol=0, atol=0, equal_nan=True, msg=f"{name}, {n}"
                 )
-    assert how == "operators" or not torch_kernels._failed, torch_kernels._failed
+    assert implementation == "operators" or not torch_kernels._failed, torch_kernels._failed
 
 
 @pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cpu", "cuda")], ids="-".join)

@@ -56,12 +56,12 @@ def problem(fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor |
 
 
 def assert_right(
-    found: Tensor, fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None
+    result: Tensor, fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None
 ) -> None:
     arguments = [None if t is None else t.cpu() for t in (a, b, scale, bias)]
     want = call(fmt, *arguments)  # type: ignore[arg-type]
-    assert found.is_contiguous()
-    assert torch.allclose(found.cpu(), want, rtol=1e-6, atol=1e-5)
+    assert result.is_contiguous()
+    assert torch.allclose(result.cpu(), want, rtol=1e-6, atol=1e-5)
 
 
 def layouts(t: Tensor) -> list[Tensor]:

@@ -44,14 +44,15 @@ sizes = st.one_of(
     st.builds(lambda a, b: a * SYMBOLS["batch"] + b * SYMBOLS["sequence"], numbers, numbers),
 )
 works = st.builds(Work, sizes, sizes)
-kept = st.sampled_from([("x", "bf16"), ("x", "int8"), ("mask", "extra 0"), ("y", "fp32")])
+saved_keys = st.sampled_from([("x", "bf16"), ("x", "int8"), ("mask", "extra 0"), ("y", "fp32")])
 
 
 @st.composite
 def costs(draw: st.DrawFn) -> Cost:
     # The bytes of a value in a format are equal for all operators that save it.
     amount = {
-        key: 1 + sum(map(ord, key[0] + key[1])) * SYMBOLS["batch"] for key in draw(st.sets(kept))
+        key: 1 + sum(map(ord, key[0] + key[1])) * SYMBOLS["batch"]
+        for key in draw(st.sets(saved_keys))
     }
     return Cost(**{name: draw(works) for name in WORKS}, saved=amount)
 

@@ -34,14 +34,14 @@ def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    def __init__(self, turned: bool) -> None:
+    def __init__(self, transposed: bool) -> None:
         super().__init__()
-        self.turned = turned
-        self.w = nn.Parameter(torch.randn((4, 8, 16) if turned else (4, 16, 8)))
+        self.transposed = transposed
+        self.w = nn.Parameter(torch.randn((4, 8, 16) if transposed else (4, 16, 8)))
 
     @property
     def weight(self) -> Tensor:
-        return self.w.transpose(1, 2) if self.turned else self.w
+        return self.w.transpose(1, 2) if self.transposed else self.w
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(x, self.weight, offs=ends)
@@ -51,17 +51,17 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("scaling", ["tensor", "channel"])
 @pytest.mark.parametrize("fmt", ["int8", "fp8", "int8_grad"])
 @pytest.mark.parametrize(
-    ("ends", "turned"),
+    ("ends", "transposed"),
     [([3, 3, 9, 11], False), ([1, 4, 5, 9], True), ([0, 0, 0, 0], False), ([0, 11, 11, 11], True)],
 )
 def test_a_grouped_product_is_a_layer_for_each_group(
-    ends: list[int], turned: bool, fmt: str, scaling: str
+    ends: list[int], transposed: bool, fmt: str, scaling: str
 ) -> None:
     row, gradient, channel = FORMATS[fmt], FORMATS[fmt].gradient, scaling == "channel"
     offs = torch.tensor(ends, dtype=torch.int32)
     # torch traces grouped products only in BF16.
     net, x = (
-        Experts(turned).bfloat16(),
+        Experts(transposed).bfloat16(),
         torch.randn(11, 16, dtype=torch.bfloat16, requires_grad=True),
     )
     explanation = qsync_fx.explain(net, x, offs, options={"precision": fmt, "scaling": scaling})
@@ -104,7 +104,7 @@ def test_a_grouped_product_is_a_layer_for_each_group(
     left_b, left_a = (b, a) if channel else (b * w_scale.double(), a * x_scale.double())
     Product.of(lambda g, b: backward(g, a, b)[0], for_x, left_b).assert_met(to_x, narrow)
     of_w = Product.of(lambda g, a: backward(g, a, b)[1], for_w, left_a)
-    of_w.assert_met(to_w.transpose(1, 2) if turned else to_w, narrow)
+    of_w.assert_met(to_w.transpose(1, 2) if transposed else to_w, narrow)
 
 
 @tiers.ALL

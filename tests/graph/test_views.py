@@ -91,14 +91,14 @@ MODELS: dict[str, Model] = {
 }
 
 
-def outcome(call: Any, x: Tensor, at: int, recorded: bool) -> list[Any]:
-    """Return all observable effects of a call after a write to output `at`."""
+def outcome(call: Any, x: Tensor, index: int, recorded: bool) -> list[Any]:
+    """Return all observable effects of a call after a write to output `index`."""
     leaf = x.detach().clone().requires_grad_(x.requires_grad)
     value = leaf * 1
     outputs = call(value)
     try:
         with torch.set_grad_enabled(recorded):
-            outputs[at].mul_(2)
+            outputs[index].mul_(2)
         if x.requires_grad:
             sum(t.float().sum() for t in outputs if t.requires_grad).backward()
     except RuntimeError as error:

@@ -39,16 +39,17 @@ class Block(nn.Module):
 
 class Stack(nn.Module):
     def __init__(
-        self, checkpointed: bool, dropout: float = 0.0, blocks: int = 2, **how: Any
+        self, checkpointed: bool, dropout: float = 0.0, blocks: int = 2, **checkpoint_args: Any
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
         self.head = nn.Linear(16, 4)
-        self.checkpointed, self.how = checkpointed, {"use_reentrant": False, **how}
+        self.checkpointed = checkpointed
+        self.checkpoint_args = {"use_reentrant": False, **checkpoint_args}
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, **self.how) if self.checkpointed else block(x)
+            x = checkpoint(block, x, **self.checkpoint_args) if self.checkpointed else block(x)
         return self.head(x)
 
 
@@ -142,9 +143,11 @@ def test_recomputed_under_inductor() -> None:
     one, so results differ by rounding.
     """
 
-    def inductors(**how: Any) -> dict[str, Tensor]:
+    def inductors(**checkpoint_args: Any) -> dict[str, Tensor]:
         return _gradients(
-            lambda: Stack(True, 0.5, blocks=1, **how), precision="int8", inner_backend="inductor"
+            lambda: Stack(True, 0.5, blocks=1, **checkpoint_args),
+            precision="int8",
+            inner_backend="inductor",
         )
 
     first = inductors()

@@ -75,9 +75,9 @@ def covered(model: Any) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("way", ["argument", "plugin", "variable"])
+@pytest.mark.parametrize("source", ["argument", "plugin", "variable"])
 def test_accelerate_compiles_with_qsync(
-    way: str, enabled: Any, monkeypatch: pytest.MonkeyPatch
+    source: str, enabled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accelerate.utils import TorchDynamoPlugin
 
@@ -86,11 +86,11 @@ def test_accelerate_compiles_with_qsync(
     enable_accelerate({"plan": {"default": "bf16", "head": "fp32"}, **eager})
     made: dict[str, Any] = {"dynamo_backend": "qsync"}
     expected = {"body": "bf16", "head": "fp32"}
-    if way == "plugin":
+    if source == "plugin":
         options = {"plan": Plan("fp32", [("head", "int8")]), **eager}
         made = {"dynamo_plugin": TorchDynamoPlugin(backend="qsync", options=options)}
         expected = {"body": "fp32", "head": "int8"}
-    elif way == "variable":
+    elif source == "variable":
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "qsync")
         made = {}
     accelerator = enabled.Accelerator(cpu=True, **made)

@@ -107,10 +107,10 @@ def test_fp32_is_torch_to_the_last_bit(case: Case, precision: str) -> None:
     )
 
 
-def assert_equal(found: Gradients, expected: Gradients) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(actual: Gradients, expected: Gradients) -> None:
+    assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
-        ours = found[name]
+        ours = actual[name]
         if gradient is None or ours is None:
             assert gradient is ours, name
         else:
@@ -201,26 +201,26 @@ def test_narrow_format_error_is_within_its_bound(case: Case, precision: str) -> 
     torch.testing.assert_close(actual_loss, loss, rtol=bound, atol=0)
 
 
-def error(found: Gradients, exact: Gradients) -> float:
+def error(actual: Gradients, exact: Gradients) -> float:
     """Return the error of all gradients together, relative to their norm."""
-    return total({name: difference(found[name], g) for name, g in exact.items()}) / total(exact)
+    return total({name: difference(actual[name], g) for name, g in exact.items()}) / total(exact)
 
 
-def worst(found: Gradients, exact: Gradients, bound: float) -> float:
+def worst(actual: Gradients, exact: Gradients, bound: float) -> float:
     """Return the largest error of one parameter's gradient, in units of `bound`. The error is
     relative to the norm of the gradient plus a twentieth of the norm of all gradients.
     """
     scale = total(exact)
-    errors = {name: (difference(found[name], g), g) for name, g in exact.items() if g is not None}
+    errors = {name: (difference(actual[name], g), g) for name, g in exact.items() if g is not None}
     return (
         max(float(d.norm() / (g.norm() + scale / 20)) for d, g in errors.values() if d is not None)
         / bound
     )
 
 
-def difference(found: Tensor | None, exact: Tensor | None) -> Tensor | None:
-    assert (found is None) == (exact is None)
-    return None if found is None or exact is None else found - exact
+def difference(actual: Tensor | None, exact: Tensor | None) -> Tensor | None:
+    assert (actual is None) == (exact is None)
+    return None if actual is None or exact is None else actual - exact
 
 
 def total(gradients: Gradients) -> float:

@@ -81,16 +81,16 @@ def train(model: nn.Module, call: Any) -> dict[str, Tensor]:
     return {"out": out.detach()} | gradients(model) | buffers
 
 
-def assert_as_eager(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def assert_as_eager(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     """Assert equal values, within a bound on a CPU without AVX-512: there the backend rounds once,
     and torch does not.
     """
     if not multiplied_in_fp32():
-        return assert_equal(found, wanted)
-    assert found.keys() == wanted.keys()
+        return assert_equal(actual, wanted)
+    assert actual.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert found[name].dtype == value.dtype, name
-        error = (found[name].double() - value.double()).norm()
+        assert actual[name].dtype == value.dtype, name
+        error = (actual[name].double() - value.double()).norm()
         assert error <= 0.02 * value.double().norm() + 1e-3, name
     return None
 

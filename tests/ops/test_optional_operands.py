@@ -257,9 +257,11 @@ def difference(calls: list[Call], precision: str) -> str | None:
     """Run calls as one graph in a precision and under aot_eager, and return the difference."""
     program = Program.of(calls, tensors_of(calls))
 
-    def compiled(**how: Any) -> list[torch.Tensor | None]:
+    def compiled(**compile_kwargs: Any) -> list[torch.Tensor | None]:
         torch._dynamo.reset()
-        return program(torch.compile(program.module, dynamic=False, fullgraph=True, **how))
+        return program(
+            torch.compile(program.module, dynamic=False, fullgraph=True, **compile_kwargs)
+        )
 
     exact = compiled(backend="aot_eager")
     ours = compiled(backend="qsync", options={"precision": precision, "inner_backend": "aot_eager"})
@@ -269,9 +271,9 @@ def difference(calls: list[Call], precision: str) -> str | None:
 
 
 GROUPS = [
-    (precision, names[at : at + 10])
+    (precision, names[start : start + 10])
     for precision, names in (("fp32", FAMILIES), ("bf16", CONVERTED), ("int8", CONVERTED))
-    for at in range(0, len(names), 10)
+    for start in range(0, len(names), 10)
 ]
 
 

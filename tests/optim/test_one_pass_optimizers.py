@@ -29,7 +29,9 @@ pytest_plugins = ["tests.support.computing.compared_optimizers"]
 @every_setting
 @settings(max_examples=10)
 @given(data=st.data())
-def test_many_steps_equal_torch(name: str, how: dict[str, Any], data: st.DataObject) -> None:
+def test_many_steps_equal_torch(
+    name: str, hyperparameters: dict[str, Any], data: st.DataObject
+) -> None:
     sizes = data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=5))
     count = data.draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
@@ -40,22 +42,22 @@ def test_many_steps_equal_torch(name: str, how: dict[str, Any], data: st.DataObj
 
     start, gradients = drawn(), [drawn() for _ in range(count)]
     ours, torchs = PAIRS[name]
-    actual = ours(parameters(*start), **how)
-    expected = torchs(parameters(*start), **how, foreach=False)
+    actual = ours(parameters(*start), **hyperparameters)
+    expected = torchs(parameters(*start), **hyperparameters, foreach=False)
     steps(actual, gradients)
     steps(expected, gradients)
     assert_alike(actual, expected, count)
 
 
 @every_setting
-def test_nonfinite_values_spread_as_in_torch(name: str, how: dict[str, Any]) -> None:
+def test_nonfinite_values_spread_as_in_torch(name: str, hyperparameters: dict[str, Any]) -> None:
     special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, 3e38, 1.0])
     start = special.repeat_interleave(8)
     gradient = special.repeat(8)
     ours, torchs = PAIRS[name]
     actual, expected = (
-        ours(parameters(start), **how),
-        torchs(parameters(start), **how, foreach=False),
+        ours(parameters(start), **hyperparameters),
+        torchs(parameters(start), **hyperparameters, foreach=False),
     )
     for optimizer in (actual, expected):
         steps(optimizer, [[gradient], [gradient.flip(0)], [gradient.roll(3)]])
@@ -72,7 +74,7 @@ def test_nonfinite_values_spread_as_in_torch(name: str, how: dict[str, Any]) -> 
 
 @every_setting
 def test_paths_and_threads_change_no_bit(
-    name: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, counted: list[int]
+    name: str, hyperparameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch, counted: list[int]
 ) -> None:
     torch.manual_seed(1)
     start = [torch.randn(size) for size in (30_001, 7, 0, 64, 8191)]
@@ -93,7 +95,7 @@ def test_paths_and_threads_change_no_bit(
                     run(*args, **{**kwargs, "isa": isa, "threads": threads})
 
                 monkeypatch.setattr(_C, kernel, forced)
-            optimizer = PAIRS[name][0](parameters(*start), **how)
+            optimizer = PAIRS[name][0](parameters(*start), **hyperparameters)
             steps(optimizer, gradients)
             results.append([*optimizer.param_groups[0]["params"], *states_of(optimizer)])
     assert counted == [5] * 3 * len(results)
@@ -112,12 +114,14 @@ def states_of(optimizer: Optimizer) -> list[Tensor]:
 
 @every_setting
 @pytest.mark.parametrize("first", ["ours", "torch"])
-def test_state_dicts_are_interchangeable(name: str, how: dict[str, Any], first: str) -> None:
+def test_state_dicts_are_interchangeable(
+    name: str, hyperparameters: dict[str, Any], first: str
+) -> None:
     torch.manual_seed(2)
     start = [torch.randn(33), torch.randn(4, 5)]
     gradients = [[torch.randn_like(value) for value in start] for _ in range(4)]
     source_class, target_class = PAIRS[name] if first == "ours" else PAIRS[name][::-1]
-    before = source_class(parameters(*start), **how)
+    before = source_class(parameters(*start), **hyperparameters)
     steps(before, gradients[:2])
     file = io.BytesIO()
     torch.save(before.state_dict(), file)

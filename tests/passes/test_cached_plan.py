@@ -67,9 +67,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path
 
 
-def keep(found: Profile, **changes: Any) -> Path:
+def keep(measured: Profile, **changes: Any) -> Path:
     """Store a profile in the cache, with a plan that no search returns."""
-    file = qsync_fx.cache_plan(found).with_suffix(".plan.json")
+    file = qsync_fx.cache_plan(measured).with_suffix(".plan.json")
     CACHED_PLAN_FILE.write(
         file,
         CACHED_PLAN_FILE.encode(replace(CACHED_PLAN_FILE.load(file), operators=PLANNED, **changes)),
@@ -102,10 +102,12 @@ def formats(model: nn.Module) -> dict[str, str]:
 DEFAULT = dict.fromkeys(PLANNED, "bf16")
 
 
-def under_inductor(found: Profile) -> Profile:
+def under_inductor(measured: Profile) -> Profile:
     """Return the profile as if measured with inner_backend="eager", for fast tests."""
-    assert found.fingerprint is not None
-    return replace(found, fingerprint=replace(found.fingerprint, options="inner_backend=eager"))
+    assert measured.fingerprint is not None
+    return replace(
+        measured, fingerprint=replace(measured.fingerprint, options="inner_backend=eager")
+    )
 
 
 class Said(logging.Handler):

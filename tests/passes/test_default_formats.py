@@ -71,15 +71,15 @@ def test_large_model_is_in_bf16() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {"precision": "bf16"},
         {"plan": qsync_fx.Plan.uniform("bf16")},
         {"plan": qsync_fx.Plan("bf16")},
     ],
 )
-def test_requested_precision_is_preserved(asked: dict[str, Any]) -> None:
-    assert set(formats(perceptron(16), torch.randn(8, 16), **asked).values()) == {"bf16"}
+def test_requested_precision_is_preserved(options: dict[str, Any]) -> None:
+    assert set(formats(perceptron(16), torch.randn(8, 16), **options).values()) == {"bf16"}
 
 
 def test_a_region_of_the_model_stays() -> None:

@@ -167,8 +167,8 @@ def test_operators_inside_a_module_that_is_no_leaf() -> None:
     ]
 
 
-@pytest.mark.parametrize("how", ["module", "function", "in place", "part of another"])
-def test_ids_do_not_depend_on_how_the_model_is_compiled(how: str) -> None:
+@pytest.mark.parametrize("variant", ["module", "function", "in place", "part of another"])
+def test_ids_do_not_depend_on_how_the_model_is_compiled(variant: str) -> None:
     model, x = build(Perceptron), torch.randn(4, 16)
     expected = ids(model, x)
     actual: list[str] = []
@@ -180,11 +180,11 @@ def test_ids_do_not_depend_on_how_the_model_is_compiled(how: str) -> None:
     def step(network: nn.Module, x: Tensor) -> Tensor:
         return network(x)
 
-    if how == "module":
+    if variant == "module":
         compiled(model, passes=[collect])(x)
-    elif how == "function":
+    elif variant == "function":
         compiled(step, passes=[collect])(model, x)
-    elif how == "part of another":
+    elif variant == "part of another":
         compiled(nn.Sequential(model), passes=[collect])(x)
         expected = [f"0.{name}" for name in expected]
     else:

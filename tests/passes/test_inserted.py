@@ -195,10 +195,10 @@ def test_replanning_without_a_trace_decides_equally(after: str) -> None:
         explain(step, behind("classifier/linear", relu, after), plan=plan),
     )
 
-    def told(found: qsync_fx.Explanation) -> list[tuple[Any, ...]]:
+    def told(explained: qsync_fx.Explanation) -> list[tuple[Any, ...]]:
         return [
             (op.id, op.kind, op.precision, op.output, op.reason, op.note.cost)
-            for op in found.operators
+            for op in explained.operators
         ]
 
     assert told(again) == told(afresh)

@@ -23,16 +23,16 @@ class Scale(nn.Module):
 
 
 @pytest.mark.parametrize("after", ["normalize", "classify", "lower"])
-@pytest.mark.parametrize("how", ["function", "method", "module", "lambda"])
-def test_torch_is_spelled_as_the_model_is(how: str, after: str) -> None:
+@pytest.mark.parametrize("spelling", ["function", "method", "module", "lambda"])
+def test_torch_is_spelled_as_the_model_is(spelling: str, after: str) -> None:
     scale = Scale()
 
     def put(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
-        if how == "function":
+        if spelling == "function":
             return graph.graph.call_function(F.relu, (node,))
-        if how == "method":
+        if spelling == "method":
             return graph.graph.call_method("relu", (node,))
-        if how == "lambda":
+        if spelling == "lambda":
             return graph.graph.call_function(lambda x: torch.relu(x) + 0.0, (node,))
         graph.module.add_submodule("scale", scale)
         return graph.graph.call_module("scale", (node,))
@@ -43,7 +43,7 @@ def test_torch_is_spelled_as_the_model_is(how: str, after: str) -> None:
         "method": ["relu"],
         "lambda": ["relu", "add"],
         "module": ["mul"],
-    }[how]
+    }[spelling]
     assert list(put_in(explain(step, precision="fp32"))) == [f"body/tap.{name}" for name in names]
     torch.manual_seed(0)
     model, x = Net(), torch.randn(2, 8)
@@ -54,10 +54,10 @@ def test_torch_is_spelled_as_the_model_is(how: str, after: str) -> None:
     )
     y = model.body(x)
     torch.testing.assert_close(
-        run(x), model.classifier(torch.tanh(scale(y) if how == "module" else torch.relu(y)))
+        run(x), model.classifier(torch.tanh(scale(y) if spelling == "module" else torch.relu(y)))
     )
     run(x).sum().backward()
-    assert (scale.factor.grad is not None) is (how == "module")
+    assert (scale.factor.grad is not None) is (spelling == "module")
 
 
 def too_small(graph: PrecisionGraph, node: fx.Node) -> fx.Node:

@@ -290,22 +290,22 @@ def test_wide_gpu_product_is_not_quantized(scaling: str, tmp_path: Path) -> None
     model, inputs = OnGpu(), (torch.randn(256, 256), torch.randn(1, 32, 6, 6))
     settings = {"plan": Plan("int8_grad", patterns=[("named", "int8_grad")]), "scaling": scaling}
     explanations = {
-        asked: qsync_fx.explain(
-            model, *inputs, options={**settings, "skip_unprofitable": asked, "target": str(gpu)}
+        skip: qsync_fx.explain(
+            model, *inputs, options={**settings, "skip_unprofitable": skip, "target": str(gpu)}
         )
-        for asked in (True, False)
+        for skip in (True, False)
     }
 
-    def layers(asked: bool) -> dict[str, tuple[str, str]]:
-        explained = explanations[asked].operators
+    def layers(skip: bool) -> dict[str, tuple[str, str]]:
+        explained = explanations[skip].operators
         return {
             op.id.module: (str(op.precision), op.reason)
             for op in explained
             if op.kind == "adjustable"
         }
 
-    def quantized(asked: bool) -> int:
-        nodes = explanations[asked].graph_module("lower").graph.nodes
+    def quantized(skip: bool) -> int:
+        nodes = explanations[skip].graph_module("lower").graph.nodes
         return sum(node.target is torch.ops.qsync.quantize.default for node in nodes)
 
     wide = layers(True)

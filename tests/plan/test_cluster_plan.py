@@ -89,7 +89,7 @@ def test_arbitrary_values_are_a_plan_or_an_error(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "what", "where"),
+    ("text", "message", "where"),
     [
         (HEAD + "}", "has no class", "classes"),
         (HEAD + ', "classes": []}', "has a list instead of an object", "classes"),
@@ -114,12 +114,12 @@ def test_arbitrary_values_are_a_plan_or_an_error(value: Any) -> None:
         ('{"format": "qsync-plan", "version": 1}', "is not marked as a plan", "format"),
     ],
 )  # fmt: skip
-def test_hostile_text(text: str, what: str, where: str | None, tmp_path: Path) -> None:
+def test_hostile_text(text: str, message: str, where: str | None, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(PlanError) as caught:
         ClusterPlan.load(path)
-    assert what in caught.value.what
+    assert message in caught.value.what
     assert caught.value.do
     assert (caught.value.where or "").startswith(f"'{path}'" + (f", {where}" if where else ""))
 

@@ -223,12 +223,12 @@ def escaped(characters: str) -> str:
 
 
 def written(pattern: Glob) -> str:
-    def part(one: str | tuple[str, str]) -> str:
-        if one in ("*", "?"):
-            return str(one)
-        if isinstance(one, tuple):
-            return f"[!{escaped(one[1])}]"
-        return escaped(one) if len(one) == 1 else f"[{escaped(one)}]"
+    def part(element: str | tuple[str, str]) -> str:
+        if element in ("*", "?"):
+            return str(element)
+        if isinstance(element, tuple):
+            return f"[!{escaped(element[1])}]"
+        return escaped(element) if len(element) == 1 else f"[{escaped(element)}]"
 
     return "".join(map(part, pattern))
 

@@ -158,7 +158,7 @@ def test_layers_are_written_in_the_order_of_their_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what", "where"),
+    ("arguments", "message", "where"),
     [
         ({"default": "int9"}, "'int9' is not a precision", "default"),
         ({"default": 8}, "a precision must be a string", "default"),
@@ -187,10 +187,10 @@ def test_layers_are_written_in_the_order_of_their_numbers() -> None:
         ({"notes": "text"}, "notes must be a mapping, not text", "notes"),
     ],
 )
-def test_plans_that_cannot_be(arguments: dict[str, object], what: str, where: str) -> None:
+def test_plans_that_cannot_be(arguments: dict[str, object], message: str, where: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan(**arguments)  # type: ignore[arg-type]
-    assert what in caught.value.what
+    assert message in caught.value.what
     assert caught.value.where is not None
     assert caught.value.where.startswith(where)
     assert caught.value.do

@@ -17,7 +17,7 @@ HEAD = '{"format": "qsync-plan", "version": 1'
 
 
 @pytest.mark.parametrize(
-    ("text", "what", "where"),
+    ("text", "message", "where"),
     [
         ("", "the plan is empty", "line 1, column 1"),
         (" \n", "the plan is empty", "line 2, column 1"),
@@ -89,11 +89,11 @@ HEAD = '{"format": "qsync-plan", "version": 1'
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_hostile_text(text: str, what: str, where: str | None, tmp_path: Path) -> None:
+def test_hostile_text(text: str, message: str, where: str | None, tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.from_json(text)
     error = caught.value
-    assert what in error.what
+    assert message in error.what
     assert error.where == where or (where and error.where and error.where.startswith(where))
     assert error.do
     assert len(str(error)) < 1000

@@ -14,7 +14,7 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
 
 
 @pytest.fixture(scope="module")
-def seen() -> ObservedStep:
+def observed_step() -> ObservedStep:
     model = layer()
     return observed(model, TrainingStep(Counted(), BATCH, None, model.zero_grad, clock_for(1)), {})
 
@@ -24,22 +24,22 @@ def _seconds(words: str) -> float:
     return float(number) * {"s": 1, "minutes": 60, "hours": 3600}[unit]
 
 
-def test_cost_is_logged_with_and_without_cached_code(seen: ObservedStep) -> None:
+def test_cost_is_logged_with_and_without_cached_code(observed_step: ObservedStep) -> None:
     assert " 6 plans with 2 batch sizes: 12 compilations and 252 steps" in costs(
-        [seen, seen], 6, [7, 5]
+        [observed_step, observed_step], 6, [7, 5]
     )
-    text = costs([seen], 6, [7])
+    text = costs([observed_step], 6, [7])
     assert text.startswith("measuring Linear under 6 plans: 6 compilations and 144 steps, about ")
     match = re.search(r"about (.+) with the compiled code in torch's caches, (.+) without$", text)
     assert match is not None
     cached, new = map(_seconds, match.groups())
     assert 3 * cached < new and cached < 60
-    assert "minutes" not in sensitivity_costs(seen, "second_order", 2)
+    assert "minutes" not in sensitivity_costs(observed_step, "second_order", 2)
 
 
-def test_steps_of_ranks_that_train_together_are_counted(seen: ObservedStep) -> None:
-    assert sending_costs(seen, 1) == ""
-    assert sending_costs(seen, 2).startswith(
+def test_steps_of_ranks_that_train_together_are_counted(observed_step: ObservedStep) -> None:
+    assert sending_costs(observed_step, 1) == ""
+    assert sending_costs(observed_step, 2).startswith(
         "; then steps of all 2 ranks together under 2 plans, about "
     )
     assert 15 < planned_seconds(0.001) < 25

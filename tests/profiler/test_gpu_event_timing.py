@@ -49,7 +49,7 @@ class Clockwork:
         self.done += seconds
 
 
-def stepped(device: Clockwork, whole: StepSeconds) -> dict[tuple[int, bool], float]:
+def stepped(device: Clockwork, step_seconds: StepSeconds) -> dict[tuple[int, bool], float]:
     space: dict[str, Any] = {}
     exec(compile(WRAPPER, "wrapper.py", "exec"), space)
     with timing_kernels({"wrapper.py": {4, 6, 9}}, device) as queued:
@@ -62,7 +62,7 @@ def stepped(device: Clockwork, whole: StepSeconds) -> dict[tuple[int, bool], flo
         queued.clock()
     return {
         (line, backward): duration
-        for (_, line, backward), duration in queued.seconds(whole).items()
+        for (_, line, backward), duration in queued.seconds(step_seconds).items()
     }
 
 

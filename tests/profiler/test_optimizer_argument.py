@@ -29,11 +29,13 @@ def test_optimizer_factory_gets_the_trained_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["sgd", nn.Linear(1, 1), lambda parameters: parameters], ids=["name", "module", "list"]
+    "optimizer",
+    ["sgd", nn.Linear(1, 1), lambda parameters: parameters],
+    ids=["name", "module", "list"],
 )
-def test_invalid_optimizer_is_an_error(given: Any) -> None:
+def test_invalid_optimizer_is_an_error(optimizer: Any) -> None:
     with pytest.raises(OptionError, match=r"torch\.optim\.Optimizer, and not of type") as caught:
-        optimizer_of(layer(), given)
+        optimizer_of(layer(), optimizer)
     assert caught.value.where == "optimizer" and "SGD(model.parameters(), lr=" in (
         caught.value.do or ""
     )

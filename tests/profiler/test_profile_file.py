@@ -173,7 +173,7 @@ def changed(tmp_path: Path, *keys: str | int, to: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("keys", "to", "what"),
+    ("keys", "to", "message"),
     [
         (("runs", 0, "operators", 1, "forward"), -1e-3, "forward -0.001"),
         (("runs", 1, "steps", 2, 1), float("nan"), "the number nan"),
@@ -203,10 +203,10 @@ def changed(tmp_path: Path, *keys: str | int, to: Any) -> Path:
     ],
 )
 def test_invalid_number_is_rejected_by_name(
-    tmp_path: Path, keys: tuple[str | int, ...], to: Any, what: str
+    tmp_path: Path, keys: tuple[str | int, ...], to: Any, message: str
 ) -> None:
     path = changed(tmp_path, *keys, to=to)
-    with pytest.raises(ProfileError, match=what) as caught:
+    with pytest.raises(ProfileError, match=message) as caught:
         Profile.load(path)
     assert str(path) in str(caught.value) and caught.value.do
 

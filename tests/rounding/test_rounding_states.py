@@ -39,15 +39,17 @@ def _through_a_file(state: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "kept", [lambda state: state, copy.deepcopy, _through_a_file], ids=["itself", "copy", "file"]
+    "copy_state",
+    [lambda state: state, copy.deepcopy, _through_a_file],
+    ids=["itself", "copy", "file"],
 )
 def test_a_state_that_is_set_back_brings_the_rounding_back(
-    kept: Callable[[Tensor], Tensor],
+    copy_state: Callable[[Tensor], Tensor],
 ) -> None:
     step = started()
     manual_seed(3)
     step()
-    state = kept(torch.get_rng_state())
+    state = copy_state(torch.get_rng_state())
     second = step()
     manual_seed(9)
     step()

@@ -105,13 +105,15 @@ def test_a_link_is_written_through(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
 
 
-@pytest.mark.parametrize("there", [None, "old"])
-def test_check_writable_does_not_change_the_file(there: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [None, "old"])
+def test_check_writable_does_not_change_the_file(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    if there is not None:
-        path.write_text(there)
+    if content is not None:
+        path.write_text(content)
     check_writable(path)
-    assert [file.read_text() for file in tmp_path.iterdir()] == ([] if there is None else [there])
+    assert [file.read_text() for file in tmp_path.iterdir()] == (
+        [] if content is None else [content]
+    )
 
 
 def test_unwritable_path_is_detected_before_writing(tmp_path: Path) -> None:

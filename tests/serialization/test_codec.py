@@ -72,14 +72,14 @@ DRAWING = Schema(
     checks={Circle: negative},
 )
 numbers = st.floats(min_value=0, allow_infinity=False)
-whole = st.integers(-(10**30), 10**30)
+integers = st.integers(-(10**30), 10**30)
 circles = st.builds(Circle, numbers)
-boxes = st.builds(Box, st.tuples(whole, whole), st.none() | st.text())
+boxes = st.builds(Box, st.tuples(integers, integers), st.none() | st.text())
 drawings = st.builds(
     Drawing,
     st.lists(circles | boxes, max_size=3),
     st.dictionaries(st.text(), st.sampled_from(["red", "green"]), max_size=3),
-    st.dictionaries(st.text(), st.lists(whole, max_size=3), max_size=3),
+    st.dictionaries(st.text(), st.lists(integers, max_size=3), max_size=3),
     st.booleans(),
     st.lists(st.text(), max_size=3).map(tuple),
     st.sampled_from([1, 2]),
@@ -108,7 +108,7 @@ def test_fields_with_a_default_may_be_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "what", "where"),
+    ("path", "value", "message", "where"),
     [
         (
             ("version",),
@@ -185,7 +185,7 @@ def test_fields_with_a_default_may_be_missing() -> None:
     ids=str,
 )
 def test_invalid_field_is_reported_with_its_path(
-    path: tuple[str | int, ...], value: object, what: str, where: str | None
+    path: tuple[str | int, ...], value: object, message: str, where: str | None
 ) -> None:
     tree = json.loads(DRAWING.encode(SAMPLE))
     container: Any = tree
@@ -194,7 +194,7 @@ def test_invalid_field_is_reported_with_its_path(
     container[path[-1]] = value
     with pytest.raises(DrawingError) as caught:
         DRAWING.decode(json.dumps(tree))
-    assert what in caught.value.what
+    assert message in caught.value.what
     assert caught.value.where == where
     assert caught.value.do
 

@@ -91,8 +91,8 @@ def gpu_codecs() -> str:
 def gradient_codecs() -> str:
     """Return the speed of codecs with AVX-512 relative to memcpy."""
 
-    def times(way: str) -> Callable[[Row], str]:
-        return lambda row: f"{row[f'{way}_to_copy']:.2f}"
+    def times(operation: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[f'{operation}_to_copy']:.2f}"
 
     columns: dict[str, Callable[[Row], str]] = {
         "codec": lambda row: f"`{row['codec']}`",

@@ -215,20 +215,20 @@ def joint_fleets() -> str:
         "joint, fastest": "joint at its variance",
     }
 
-    def cells(key: tuple[str, str], found: Mapping[str, Row]) -> list[str]:
-        base = found["uniform"]
-        joint = [row for plan, row in found.items() if "joint" in plan]
+    def cells(key: tuple[str, str], rows_by_plan: Mapping[str, Row]) -> list[str]:
+        base = rows_by_plan["uniform"]
+        joint = [row for plan, row in rows_by_plan.items() if "joint" in plan]
         gap, took = (max(row[column] for row in joint) for column in ("gap", "found_in"))
         compared = [
             ", ".join(
-                f"{found[plan][column] / base[column]:{form}}"
+                f"{rows_by_plan[plan][column] / base[column]:{form}}"
                 for column, form in (("samples_per_second", ".2f"), ("variance", ".2g"))
             )
-            if plan in found
+            if plan in rows_by_plan
             else "does not fit"
             for plan in names.values()
         ]
-        free = found["gains"].get("free speed")
+        free = rows_by_plan["gains"].get("free speed")
         return [
             *key,
             *compared,
@@ -237,7 +237,7 @@ def joint_fleets() -> str:
         ]
 
     head = ["model", "GPUs, 16 each", *names, "free", "largest gap, longest search"]
-    table = markdown(head, [cells(key, found) for key, found in plans.items()])
+    table = markdown(head, [cells(key, rows_by_plan) for key, rows_by_plan in plans.items()])
     return f"{source('joint_fleets')}\n\n{table}"
 
 
@@ -257,9 +257,9 @@ def replay_accuracy() -> str:
     """Return the mean and maximum error of predicted pass times of mixed plans by model."""
     by_way = {(row["case"], row["way"]): row for row in rows_of("replay_accuracy")}
 
-    def off(way: str) -> Callable[[Row], str]:
+    def off(method: str) -> Callable[[Row], str]:
         return lambda row: "{passes_mean_%:.1f}%, {passes_worst_%:.1f}%".format(
-            **by_way[row["case"], way]
+            **by_way[row["case"], method]
         )
 
     columns: dict[str, Callable[[Row], str]] = {

@@ -94,15 +94,19 @@ def _long_ones_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         files.setdefault(item.path, []).append(item)
 
-    def length(found: Sequence[pytest.Item]) -> tuple[float, int]:
+    def length(file_items: Sequence[pytest.Item]) -> tuple[float, int]:
         limits = [
             mark.args[0]
-            for item in found
+            for item in file_items
             if (mark := item.get_closest_marker("timeout")) is not None
         ]
-        return max(limits, default=0.0), len(found)
+        return max(limits, default=0.0), len(file_items)
 
-    return [item for found in sorted(files.values(), key=length, reverse=True) for item in found]
+    return [
+        item
+        for file_items in sorted(files.values(), key=length, reverse=True)
+        for item in file_items
+    ]
 
 
 def _one_of_each(items: Sequence[pytest.Item]) -> list[pytest.Item]:

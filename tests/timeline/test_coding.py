@@ -83,10 +83,12 @@ def test_bucket_time_equals_the_communication_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("busy", "coding", "taken"),
+    ("busy", "coding", "coding_share"),
     [(0.5, 0.9, 0.9), (0.5, None, 0.5), (1.5, None, 1.0), (0.0, 1.0, 1.0)],
 )
-def test_encoding_delays_computation(busy: float, coding: float | None, taken: float) -> None:
+def test_encoding_delays_computation(
+    busy: float, coding: float | None, coding_share: float
+) -> None:
     bucket = coded([Parameter("a", 10_000)], {"a": "qsgd8"}, 2, RATES)
     buckets = [
         SimulatedBucket(("a",), 40_000, bucket.nbytes, bucket),
@@ -100,7 +102,7 @@ def test_encoding_delays_computation(busy: float, coding: float | None, taken: f
         seconds = travel(fleet, buckets)
         first, plain = beside_computing(fleet, buckets, seconds)
         assert first == pytest.approx(
-            busy * (float(seconds[0]) - bucket.seconds) + taken * bucket.seconds / slowdown
+            busy * (float(seconds[0]) - bucket.seconds) + coding_share * bucket.seconds / slowdown
         )
         assert plain == pytest.approx(busy * float(seconds[1]))
     alone = Cluster({"all": ClusterDevice(1)})

@@ -45,7 +45,7 @@ def t4() -> Profile:
 
 
 @pytest.fixture(scope="module")
-def here() -> Profile:
+def local_profile() -> Profile:
     """Return a profile that represents a measurement on this processor."""
     return replace(reckoned("epyc-9004"), machine=this_machine())
 
@@ -70,35 +70,39 @@ def test_device_name_selects_its_profile(momentum: float | None, tmp_path: Path)
 
 
 def test_model_comes_from_a_device_with_equal_formats(
-    here: Profile, t4: Profile, tmp_path: Path
+    local_profile: Profile, t4: Profile, tmp_path: Path
 ) -> None:
     cluster = fleet(tmp_path, "[devices.here]", "[devices.given]", "[devices.named]\ndevice = 't4'")
-    timeline = qsync_fx.replay(Plan.uniform("fp32"), {"here": here, "given": t4}, cluster=cluster)
+    timeline = qsync_fx.replay(
+        Plan.uniform("fp32"), {"here": local_profile, "given": t4}, cluster=cluster
+    )
     assert timeline.peak_bytes["given"] == timeline.peak_bytes["named"]
 
 
 def test_device_without_a_profile_uses_optimizer_and_loss_of_another(
-    here: Profile, tmp_path: Path
+    local_profile: Profile, tmp_path: Path
 ) -> None:
     cluster = fleet(tmp_path, "[devices.here]", "[devices.named]\ndevice = 'epyc-9004'")
-    _, times = load_device_profiles({"here": here}, cluster)
+    _, times = load_device_profiles({"here": local_profile}, cluster)
     named = times["named"]
     assert isinstance(named, DeviceTimes)
-    assert (named.optimizer_memory, named.loss_memory) == (MOMENTUM, here.loss_memory)
+    assert (named.optimizer_memory, named.loss_memory) == (MOMENTUM, local_profile.loss_memory)
     # Both are profiles of one device. Only one of them separates casts; their totals are equal.
-    assert named.optimizer() == here.optimizer_seconds
-    timeline = qsync_fx.replay(Plan.uniform("fp16"), {"here": here}, cluster=cluster)
+    assert named.optimizer() == local_profile.optimizer_seconds
+    timeline = qsync_fx.replay(Plan.uniform("fp16"), {"here": local_profile}, cluster=cluster)
     assert timeline.peak_bytes["here"] == timeline.peak_bytes["named"] > 0
     takes = {name: alone.computed for name, alone in timeline.played.devices.items()}
     assert takes["named"] == pytest.approx(takes["here"])
-    _, times = load_device_profiles({"here": replace(here, optimizer="")}, cluster)
+    _, times = load_device_profiles({"here": replace(local_profile, optimizer="")}, cluster)
     assert isinstance(named_times := times["named"], DeviceTimes) and named_times.optimizer() == 0
 
 
-def test_device_with_other_formats_requires_a_profile(here: Profile, tmp_path: Path) -> None:
+def test_device_with_other_formats_requires_a_profile(
+    local_profile: Profile, tmp_path: Path
+) -> None:
     cluster = fleet(tmp_path, "[devices.here]", "[devices.named]\ndevice = 't4'")
     with pytest.raises(ProfileError, match="the profiles are for cpu") as caught:
-        qsync_fx.replay(Plan.uniform("fp32"), {"here": here}, cluster=cluster)
+        qsync_fx.replay(Plan.uniform("fp32"), {"here": local_profile}, cluster=cluster)
     message = str(caught.value)
     assert caught.value.where == "devices.named"
     assert 'qsync_fx.catalog_profile("t4", model, step, batch).save("t4.json")' in message
@@ -109,10 +113,10 @@ def test_device_with_other_formats_requires_a_profile(here: Profile, tmp_path: P
     assert "target" not in message and "catalog" not in message.replace("catalog_profile", "")
 
 
-def test_profile_of_another_machine_is_rejected(here: Profile, tmp_path: Path) -> None:
+def test_profile_of_another_machine_is_rejected(local_profile: Profile, tmp_path: Path) -> None:
     local, other = tmp_path / "own.json", tmp_path / "other.json"
-    here.save(local)
-    replace(here, machine=replace(here.machine, name="a faster one")).save(other)
+    local_profile.save(local)
+    replace(local_profile, machine=replace(local_profile.machine, name="a faster one")).save(other)
     plan = Plan.uniform("fp32")
     seconds = qsync_fx.replay(plan, local).seconds
     with pytest.raises(ProfileError, match="a faster one") as caught:
@@ -137,16 +141,16 @@ def test_computed_profile_is_not_a_measurement(t4: Profile, tmp_path: Path) -> N
     assert qsync_fx.replay(Plan.uniform("fp16"), tmp_path / "t4.json").seconds > 0
 
 
-@pytest.mark.parametrize(("batch", "told"), [(64, False), (32, True), (512, False), (None, False)])
+@pytest.mark.parametrize(("batch", "warns"), [(64, False), (32, True), (512, False), (None, False)])
 def test_unknown_batch_size_gives_a_warning(
-    t4: Profile, batch: int | None, told: bool, recwarn: pytest.WarningsRecorder
+    t4: Profile, batch: int | None, warns: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
     cluster = Cluster({"slow": ClusterDevice(count=2, batch=batch)}, Network(bandwidth=1e9))
     load_device_profiles({"slow": t4}, cluster)
     messages = [
         str(warning.message) for warning in recwarn if "cluster has batch" in str(warning.message)
     ]
-    assert bool(messages) == told, (
+    assert bool(messages) == warns, (
         "512 is a leading size of other tensors: the batch dimension is ambiguous"
     )
     assert all(

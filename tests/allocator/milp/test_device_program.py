@@ -61,16 +61,16 @@ def value(expression: Expression, values: Array) -> float:
 
 
 def solved(
-    problem: Problem, asked: dict[str, str], held: MemoryTerms | None = None
+    problem: Problem, plan: dict[str, str], memory_terms: MemoryTerms | None = None
 ) -> tuple[float, PlanEvaluator, list[dict[tuple[str | None, str | None], float]], float]:
     """Return the minimum seconds for a fixed plan, its evaluator, the values of the state
     indicators, and the maximum live bytes.
     """
     name = problem.open[0]
-    evaluator = PlanEvaluator(problem, problem.completed({name: asked}))
+    evaluator = PlanEvaluator(problem, problem.completed({name: plan}))
     program = LinearProgram()
     sends = sending(program, evaluator.options, 1.0)
-    terms = StateCosts(problem.classes[name]), 1.0, held, sends
+    terms = StateCosts(problem.classes[name]), 1.0, memory_terms, sends
     device = device_program(program, problem, evaluator, name, *terms)
     step = program.variable(1.0, INFINITY)
     for variable in device.ready(program):
@@ -79,7 +79,7 @@ def solved(
     for live_bytes in device.live:
         program.row(total((1e-6, live_bytes), (-1.0, {peak: 1.0})), most=0.0)
     fixed = {
-        variable: float(fmt == asked[operator])
+        variable: float(fmt == plan[operator])
         for operator, terms in device.formats.choices.items()
         for fmt, variable in terms.items()
     }
@@ -218,23 +218,25 @@ def certainties(
         )
 
 
-def drawn_as(problem: Problem, known: States) -> dict[str, str]:
+def drawn_as(problem: Problem, operator_states: States) -> dict[str, str]:
     """Return a plan that results in these operator states."""
     part = problem.classes[problem.open[0]]
     return {
         operator: next(
             fmt
             for fmt in choices
-            if part.runs(operator, fmt) == known.names[part.graph.place(operator)][0]
+            if part.runs(operator, fmt) == operator_states.names[part.graph.place(operator)][0]
         )
         for operator, choices in part.choices.items()
     }
 
 
-def passes(known: States, training: TrainingMemory | None = None) -> float:
+def passes(operator_states: States, training: TrainingMemory | None = None) -> float:
     """Return the peak of both passes in bytes, over both task orders."""
-    orders = Orders.of(known, training)
-    memories = [step_memory(known, training, tasks) for tasks in (orders.expected, orders.written)]
+    orders = Orders.of(operator_states, training)
+    memories = [
+        step_memory(operator_states, training, tasks) for tasks in (orders.expected, orders.written)
+    ]
     return max(
         moment.bytes
         for memory in memories

@@ -39,7 +39,9 @@ MATRIX = [
     *((gpu, "mlp", fmt, "plain") for gpu in GPUS for fmt in FORMATS),
     *(("t4", model, "int8", "plain") for model in MODELS[1:]),
 ]  # fmt: skip
-MATRIX = [(gpu, model, fmt, how) for gpu, model, fmt, how in MATRIX if (gpu, fmt) != ("t4", "bf16")]
+MATRIX = [
+    (gpu, model, fmt, mode) for gpu, model, fmt, mode in MATRIX if (gpu, fmt) != ("t4", "bf16")
+]
 
 pytestmark = [
     tiers.ALL,
@@ -53,13 +55,13 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return gpu_code.guard(tmp_path_factory.mktemp("guard"))
 
 
-@pytest.mark.parametrize(("gpu", "model", "precision", "how"), MATRIX if WHOLE else SAMPLE)
+@pytest.mark.parametrize(("gpu", "model", "precision", "mode"), MATRIX if WHOLE else SAMPLE)
 def test_generated_code_compiles(
-    guard: Path, gpu: str, model: str, precision: str, how: str
+    guard: Path, gpu: str, model: str, precision: str, mode: str
 ) -> None:
     if model != "mlp" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
-    command = [sys.executable, gpu_code.__file__, gpu, model, precision, how, str(guard)]
+    command = [sys.executable, gpu_code.__file__, gpu, model, precision, mode, str(guard)]
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(BROUGHT))))
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
@@ -67,7 +69,7 @@ def test_generated_code_compiles(
     assert done.returncode == 0, done.stderr[-4000:]
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if WHOLE:
-        _keep(Path(WHOLE), f"{gpu}, {model}, {precision}, {how}", report)
+        _keep(Path(WHOLE), f"{gpu}, {model}, {precision}, {mode}", report)
     assert report["ended"] and not report["lost"], "the model is traced completely, into one graph"
     broken = [kernel for kernel in report["kernels"] if kernel["why_not"]]
     assert report["kernels"] and not broken, broken
@@ -81,20 +83,20 @@ def test_generated_code_compiles(
     multiplied = precision.startswith("int8") or (
         (gpu, precision) == ("h100", "fp8") and model != "resnet"
     )
-    if how == "kernels" and multiplied:
+    if mode == "kernels" and multiplied:
         assert report["planned"], "some layers are large enough for a kernel"
     scaled = precision in ("int8", "int8_grad", "fp8")
-    if how == "plain" and precision.startswith("int8"):
+    if mode == "plain" and precision.startswith("int8"):
         # Inductor generates the quantizer: no opaque operator is left that torch would compute
         # unfused.
         assert report["quantizers"] == 0 and any(
             "quantize" in kernel["name"] for kernel in report["kernels"]
         )
-    if how == "kernels":
+    if mode == "kernels":
         assert (report["quantizers"] > 0) is scaled
 
 
-def _keep(path: Path, name: str, found: dict[str, Any]) -> None:
+def _keep(path: Path, name: str, report: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**rows, name: found}, indent=1) + "\n")
+    path.write_text(json.dumps({**rows, name: report}, indent=1) + "\n")

@@ -54,7 +54,7 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def asked() -> dict[str, dict[str, Any]]:
+def gpu_properties() -> dict[str, dict[str, Any]]:
     environment = {
         k: v
         for k, v in os.environ.items()
@@ -77,9 +77,9 @@ def asked() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("capability", DEVICES)
 def test_gpu_properties_are_queried(
-    capability: tuple[int, int], asked: dict[str, dict[str, Any]]
+    capability: tuple[int, int], gpu_properties: dict[str, dict[str, Any]]
 ) -> None:
-    answer = asked[".".join(map(str, capability))]
+    answer = gpu_properties[".".join(map(str, capability))]
     lacks = {fmt: why for fmt, why in answer["lacks"].items() if why}
     assert set(lacks) == LACKS[capability]
     for why in lacks.values():

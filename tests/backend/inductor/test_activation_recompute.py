@@ -24,9 +24,9 @@ from tests.support import tiers
 
 
 @given(st.integers(0, 300), st.integers(0, 2**32 - 1), st.integers(0, 7), st.integers(1, 3))
-def test_packed_bits_equal_the_mask(n: int, seed: int, at: int, threads: int) -> None:
-    every = torch.rand(n + at, generator=torch.Generator().manual_seed(seed)) < 0.5
-    mask = every[at:]  # the offset makes the address unaligned
+def test_packed_bits_equal_the_mask(n: int, seed: int, offset: int, threads: int) -> None:
+    every = torch.rand(n + offset, generator=torch.Generator().manual_seed(seed)) < 0.5
+    mask = every[offset:]  # the offset makes the address unaligned
     wanted = [
         sum(int(bit) << place for place, bit in enumerate(mask[i : i + 8])) for i in range(0, n, 8)
     ]
@@ -99,10 +99,10 @@ def differentiated(
                 saved[id(value.untyped_storage())] = value.numel() * value.dtype.itemsize
         return make_boxed_func(graph.forward)
 
-    def partition(graph: fx.GraphModule, inputs: Any, **how: Any) -> Any:
+    def partition(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         if less:
             recompute_policy.Repeatable()(graph.graph)
-        return min_cut_rematerialization_partition(graph, inputs, **how)
+        return min_cut_rematerialization_partition(graph, inputs, **kwargs)
 
     def backward(graph: fx.GraphModule, inputs: object) -> Any:
         return make_boxed_func(graph.forward)

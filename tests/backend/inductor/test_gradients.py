@@ -27,12 +27,12 @@ def network(memory_format: torch.memory_format) -> nn.Module:
     return made
 
 
-def handed_over(model: nn.Module, images: Tensor, **given: Any) -> dict[str, Tensor]:
+def handed_over(model: nn.Module, images: Tensor, **compile_kwargs: Any) -> dict[str, Tensor]:
     """Return the gradients that the compiled code passes to autograd."""
     gradients: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
         weight.register_hook(lambda gradient, name=name: gradients.__setitem__(name, gradient))
-    torch.compile(model, dynamic=False, **given)(images).square().mean().backward()
+    torch.compile(model, dynamic=False, **compile_kwargs)(images).square().mean().backward()
     return gradients
 
 

@@ -69,8 +69,8 @@ def test_row_operands_of_linear_layers_are_quantized_by_row(
     strides: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
     quantize = native.quantize
 
-    def seen(*given: Any) -> tuple[Tensor, Tensor]:
-        values, scale = quantize(*given)
+    def seen(*arguments: Any) -> tuple[Tensor, Tensor]:
+        values, scale = quantize(*arguments)
         strides.setdefault(tuple(values.shape), set()).add(values.stride())
         return values, scale
 

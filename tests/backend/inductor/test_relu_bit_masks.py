@@ -21,9 +21,9 @@ from tests.support.compiling.early_bytes import Graphs
 class Residual(nn.Module):
     """Sums whose ReLU mask cannot be derived from the saved, quantized activations."""
 
-    def __init__(self, layer: type[nn.Module], *how: int) -> None:
+    def __init__(self, layer: type[nn.Module], *layer_args: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layer(5, 5, *how) for _ in range(3))
+        self.layers = nn.ModuleList(layer(5, 5, *layer_args) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -106,10 +106,10 @@ def test_custom_partitioner_runs_first() -> None:
 
     class Theirs(recompute_policy.InBits):
         def __call__(
-            self, gm: fx.GraphModule, joint_inputs: Any, **how: Any
+            self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             graphs.append(gm)
-            return min_cut_rematerialization_partition(gm, joint_inputs, **how)  # type: ignore[no-untyped-call]
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     with torch._inductor.config.patch(custom_partitioner_fn=Theirs()):
         ours = inductor_config.inductor(torch.device("cpu"), activation_recompute=True)[

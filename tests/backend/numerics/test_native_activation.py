@@ -21,11 +21,11 @@ ACTIVATIONS: dict[_C.Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activated(x: Tensor, how: _C.Activation, isa: str) -> Tensor:
+def activated(x: Tensor, activation: _C.Activation, isa: str) -> Tensor:
     """Return the activation of `x`, which is the bias of empty sums."""
     nothing = torch.zeros(0, dtype=torch.int8)
     a, b = nothing.view(1, 0), nothing.view(0, x.numel())
-    return multiplied(a, b, torch.float32, bias=x, isa=isa, activation=how)[0]
+    return multiplied(a, b, torch.float32, bias=x, isa=isa, activation=activation)[0]
 
 
 @every_isa
@@ -41,8 +41,8 @@ def test_relu_is_that_of_the_result(isa: str, operands: torch.dtype, dtype: torc
 
 
 @every_isa
-@pytest.mark.parametrize("how", ["gelu", "gelu_tanh"])
-def test_gelu_is_near(isa: str, how: _C.Activation) -> None:
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_gelu_is_near(isa: str, activation: _C.Activation) -> None:
     """The relative error is similar to torch's (3.5e-7 and 1.1e-7)."""
     x = torch.cat(
         [
@@ -51,24 +51,25 @@ def test_gelu_is_near(isa: str, how: _C.Activation) -> None:
             torch.tensor([1e30, -1e30, 0.0, 1e-40]),
         ]
     )
-    actual, exact = activated(x, how, isa).double(), ACTIVATIONS[how](x.double())
+    actual, exact = activated(x, activation, isa).double(), ACTIVATIONS[activation](x.double())
     assert ((actual - exact).abs() <= 3e-7 * x.double().abs() + 2**-149).all()
-    assert torch.equal(actual.float(), activated(x, how, "scalar"))
+    assert torch.equal(actual.float(), activated(x, activation, "scalar"))
 
 
 @every_isa
 @every_operand
-@pytest.mark.parametrize("how", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_gelu_follows_bias_and_is_rounded_once(
-    isa: str, operands: torch.dtype, how: _C.Activation
+    isa: str, operands: torch.dtype, activation: _C.Activation
 ) -> None:
     a, b = matrix(35, 70, "rows", operands), matrix(70, 37, "columns", operands)
     arguments = torch.tensor(1e-4), None, torch.randn(37)
-    wide = multiplied(a, b, torch.float32, *arguments, isa=isa, activation=how)
+    wide = multiplied(a, b, torch.float32, *arguments, isa=isa, activation=activation)
     sums = multiplied(a, b, torch.float32, *arguments, isa=isa)
-    assert torch.equal(wide, torch.stack([activated(row, how, isa) for row in sums]))
+    assert torch.equal(wide, torch.stack([activated(row, activation, isa) for row in sums]))
     assert torch.equal(
-        multiplied(a, b, torch.bfloat16, *arguments, isa=isa, activation=how), wide.bfloat16()
+        multiplied(a, b, torch.bfloat16, *arguments, isa=isa, activation=activation),
+        wide.bfloat16(),
     )
 
 

@@ -25,12 +25,12 @@ BF16 = torch.bfloat16
 every_isa = pytest.mark.parametrize("isa", _C.available_isas())
 
 
-def near(found: Tensor, a: Tensor, b: Tensor) -> bool:
+def near(sums: Tensor, a: Tensor, b: Tensor) -> bool:
     """Return whether FP32 sums are within the error bound of the contract."""
     wide, other, k = a.double(), b.double(), a.shape[1]
     largest = max((float(t.abs().max()) for t in (wide, other) if t.numel()), default=0.0)
     bound = (k + 2) * 2**-24 * 1.001 * (wide.abs() @ other.abs()) + k * 2.0**-126 * (1 + largest)
-    return bool(((found.double() - wide @ other).abs() <= bound).all())
+    return bool(((sums.double() - wide @ other).abs() <= bound).all())
 
 
 def like(layout: Tensor, low: int, high: int) -> Tensor:

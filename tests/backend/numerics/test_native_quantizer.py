@@ -32,11 +32,11 @@ every_isa = pytest.mark.parametrize("isa", _C.available_isas())
 
 
 def same(
-    found: tuple[NDArray[np.int8], NDArray[np.float32]],
+    actual: tuple[NDArray[np.int8], NDArray[np.float32]],
     expected: tuple[NDArray[np.int8], NDArray[np.float32]],
 ) -> None:
-    np.testing.assert_array_equal(found[0], expected[0])
-    np.testing.assert_array_equal(found[1], expected[1])
+    np.testing.assert_array_equal(actual[0], expected[0])
+    np.testing.assert_array_equal(actual[1], expected[1])
 
 
 @every_isa
@@ -286,10 +286,10 @@ def test_wrong_arguments(changed: dict[str, object], message: str) -> None:
         _C.quantize(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("asked", ["scalar", "", "quantum"])
-def test_the_environment_chooses_the_path(asked: str) -> None:
+@pytest.mark.parametrize("requested_isa", ["scalar", "", "quantum"])
+def test_the_environment_chooses_the_path(requested_isa: str) -> None:
     code = "from qsync_fx import _C; print(_C.isa())"
-    environment = os.environ | {"QSYNC_CPU_ISA": asked}
+    environment = os.environ | {"QSYNC_CPU_ISA": requested_isa}
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -298,9 +298,9 @@ def test_the_environment_chooses_the_path(asked: str) -> None:
         timeout=120,
         check=False,
     )
-    if asked == "quantum":
+    if requested_isa == "quantum":
         assert "OptionError: this build and this processor have no path 'quantum'" in done.stderr
         assert "QSYNC_CPU_ISA" in done.stderr
     else:
-        assert done.stdout.strip() == (asked or _C.available_isas()[0]), done.stderr
+        assert done.stdout.strip() == (requested_isa or _C.available_isas()[0]), done.stderr
         assert not done.stderr

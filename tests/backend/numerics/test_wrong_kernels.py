@@ -19,7 +19,7 @@ if not hasattr(_C, "corrupt"):
     pytest.skip("an editable install can corrupt kernels, a wheel cannot", allow_module_level=True)
 
 PATHS = _C.available_isas()
-KERNELS = [(name, which) for name, count in _C.corruptible() for which in range(count)]
+KERNELS = [(name, variant) for name, count in _C.corruptible() for variant in range(count)]
 
 several = pytest.mark.skipif(
     len(PATHS) == 1,
@@ -76,9 +76,9 @@ def test_wrong_bit_of_any_kernel_is_detected(isa: str) -> None:
 
 
 @several
-@pytest.mark.parametrize(("kernel", "which"), [("quantize", 0), ("multiply", 0), ("sgd", 19)])
-def test_wrong_variant_is_refused_and_the_next_one_is_used(kernel: str, which: int) -> None:
-    done = run(QUANTIZED, kernel, str(which))
+@pytest.mark.parametrize(("kernel", "variant"), [("quantize", 0), ("multiply", 0), ("sgd", 19)])
+def test_wrong_variant_is_refused_and_the_next_one_is_used(kernel: str, variant: int) -> None:
+    done = run(QUANTIZED, kernel, str(variant))
     assert done.returncode == 0, done.stderr
     chosen, report = done.stdout.splitlines()
     first, second = PATHS[:2]

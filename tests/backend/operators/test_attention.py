@@ -32,12 +32,12 @@ def unit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Attending(nn.Module):
-    def __init__(self, trained: bool = True, **how: Any) -> None:
+    def __init__(self, trained: bool = True, **attention_kwargs: Any) -> None:
         super().__init__()
-        self.parts, self.out, self.how = (
+        self.parts, self.out, self.attention_kwargs = (
             nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH),
             nn.Linear(HEADS * WIDTH, 4),
-            how,
+            attention_kwargs,
         )
         self.parts.requires_grad_(trained)
 
@@ -46,7 +46,9 @@ class Attending(nn.Module):
         query, key, value = (
             part.view(shape).transpose(1, 2) for part in self.parts(x).chunk(3, -1)
         )
-        result: Tensor = self.out(attend(query, key, value, **self.how).transpose(1, 2).flatten(2))
+        result: Tensor = self.out(
+            attend(query, key, value, **self.attention_kwargs).transpose(1, 2).flatten(2)
+        )
         return result
 
 
@@ -88,7 +90,7 @@ def test_attention_runs_quantized_products(batch: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "tokens", "options"),
+    ("model_args", "tokens", "options"),
     [
         ({"dropout_p": 0.1}, TOKENS, {}),
         ({"is_causal": True}, TOKENS, {}),
@@ -102,9 +104,9 @@ def test_attention_runs_quantized_products(batch: int) -> None:
     ],
 )
 def test_all_else_is_left_to_torch(
-    how: dict[str, Any], tokens: int, options: dict[str, Any]
+    model_args: dict[str, Any], tokens: int, options: dict[str, Any]
 ) -> None:
-    assert not by_products(Attending(**how), rows(tokens), **options)
+    assert not by_products(Attending(**model_args), rows(tokens), **options)
 
 
 def test_evaluation_is_left_to_torch() -> None:

@@ -191,8 +191,8 @@ def test_result_does_not_depend_on_blocks_and_threads(
         )
         for threads in (1, 3):
 
-            def chosen(*given: Any, threads_to_use: int = threads, **named: Any) -> None:
-                native(*given, **named | {"threads": threads_to_use, "isa": isa})
+            def chosen(*arguments: Any, threads_to_use: int = threads, **named: Any) -> None:
+                native(*arguments, **named | {"threads": threads_to_use, "isa": isa})
 
             monkeypatch.setattr(_C, "conv", chosen)
             actual = conv2d_product(a, b, None, None, None, [3, 3], *geometry, operation)

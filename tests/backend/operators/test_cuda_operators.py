@@ -64,10 +64,10 @@ def test_gemm_equals_fp64(
     b_kind: str,
     biased: bool,
     out: torch.dtype,
-    turned: bool,
+    transposed: bool,
 ) -> None:
-    a, b = values((m, k), types[0]), values((n, k) if turned else (k, n), types[1])
-    b = b.t() if turned else b
+    a, b = values((m, k), types[0]), values((n, k) if transposed else (k, n), types[1])
+    b = b.t() if transposed else b
     a_scale, b_scale = scale(a_kind, (m, 1)), scale(b_kind, (1, n))
     bias = torch.randn(n) if biased else None
     result = gemm(a, b, a_scale, b_scale, bias, out_dtype=out)
@@ -199,9 +199,9 @@ def test_convolutions_equal_fp64(
     def convolve(x: Tensor, weight: Tensor) -> Tensor:
         return torch.nn.functional.conv2d(x, weight, None, *geometry)
 
-    def backward(g: Tensor, x: Tensor, weight: Tensor, at: int) -> Tensor:
+    def backward(g: Tensor, x: Tensor, weight: Tensor, index: int) -> Tensor:
         leaves = leaf(x), leaf(weight)
-        return torch.autograd.grad(convolve(*leaves), leaves, g)[at]
+        return torch.autograd.grad(convolve(*leaves), leaves, g)[index]
 
     element = torch.empty(1, dtype=torch.float64)
     like_x, like_w = element.expand(x.shape).contiguous(), element.expand(weight.shape).contiguous()

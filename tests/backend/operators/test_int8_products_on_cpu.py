@@ -42,16 +42,16 @@ def test_bits_equal_the_reference(
     biased: torch.dtype | None,
     out: torch.dtype,
     by_columns: bool,
-    turned: bool,
+    transposed: bool,
 ) -> None:
     m, n, k = sizes
     a = torch.randint(-128, 128, (k, m) if by_columns else (m, k), dtype=torch.int8)
     a = a.t() if by_columns else a
-    b = torch.randint(-128, 128, (n, k) if turned else (k, n), dtype=torch.int8)
+    b = torch.randint(-128, 128, (n, k) if transposed else (k, n), dtype=torch.int8)
     scales = scale(of_a, (m, 1)), scale(of_b, (1, n))
     bias = None if biased is None else (torch.randn(n) * 100).to(biased)
-    actual = gemm(a, b, *scales, bias, out, transposed=turned)
-    right = b.t() if turned else b
+    actual = gemm(a, b, *scales, bias, out, transposed=transposed)
+    right = b.t() if transposed else b
     assert cpu_kernels.multiplies(a, right)
     expected = reference_result.gemm(GemmProduct(a, right, *scales, bias, out))
     assert actual.dtype == out and actual.is_contiguous() and torch.equal(actual, expected)

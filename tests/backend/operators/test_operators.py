@@ -37,7 +37,7 @@ def _fresh_numbers() -> None:
     rounding=st.sampled_from(["stochastic", "nearest", "floor"]),
     wide=st.booleans(),
     across=st.booleans(),
-    turned=st.booleans(),
+    inner_first=st.booleans(),
     seed=st.integers(0, 2**32),
 )
 def test_linear(
@@ -51,11 +51,11 @@ def test_linear(
     rounding: str,
     wide: bool,
     across: bool,
-    turned: bool,
+    inner_first: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    x = torch.randn(inner, *leading).movedim(0, -1) if turned else torch.randn(*leading, inner)
+    x = torch.randn(inner, *leading).movedim(0, -1) if inner_first else torch.randn(*leading, inner)
     weight = torch.randn(inner, channels).t() if across else torch.randn(channels, inner)
     bias = leaf(torch.randn(channels)) if biased else None
     layer = Layer(fmt, None, channel, rounding, torch.float32 if wide else None)

@@ -97,17 +97,21 @@ def test_scales_are_fp32_for_any_default_dtype() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     ("rows", "inner", "columns"), [(3, 5, 4), (1, 5, 1), (3, 0, 4), (0, 5, 4), (3, 5, 0)]
 )
-def test_products_of_either_orientation(rows: int, inner: int, columns: int, turned: bool) -> None:
+def test_products_of_either_orientation(
+    rows: int, inner: int, columns: int, transposed: bool
+) -> None:
     a = torch.randint(-127, 128, (rows, inner), dtype=torch.int8)
-    b = torch.randint(-127, 128, (columns, inner) if turned else (inner, columns), dtype=torch.int8)
+    b = torch.randint(
+        -127, 128, (columns, inner) if transposed else (inner, columns), dtype=torch.int8
+    )
     bias = torch.randn(columns, dtype=torch.float64)
-    expected = a.double() @ (b.t() if turned else b).double() * 0.5 + bias
+    expected = a.double() @ (b.t() if transposed else b).double() * 0.5 + bias
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        result: Tensor = gemm(a, b, torch.tensor(0.5), None, bias, dtype, transposed=turned)
+        result: Tensor = gemm(a, b, torch.tensor(0.5), None, bias, dtype, transposed=transposed)
         assert (result.dtype, result.shape) == (dtype, (rows, columns))
         assert result.is_contiguous() and result.stride() == (max(columns, 1), 1)
         torch.testing.assert_close(result, expected.to(dtype), rtol=0.02, atol=0.02)

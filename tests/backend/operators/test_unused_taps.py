@@ -152,13 +152,13 @@ def gradients(
         return list(torch.autograd.grad(y.float().square().sum(), list(model.parameters())))
 
 
-def check(model: nn.Module, x: Tensor, **how: Any) -> None:
+def check(model: nn.Module, x: Tensor, **compile_kwargs: Any) -> None:
     """Assert that gradients are close to eager mode and zero at dead taps, and that no kernel call
     has dead taps.
     """
     torch._dynamo.reset()
     torch.manual_seed(1)
-    step = torch.compile(model, backend="qsync", **how)
+    step = torch.compile(model, backend="qsync", **compile_kwargs)
     gradients(step, model, x, Spoilt())  # compiles
     corrupted = Spoilt()
     torch.manual_seed(1)

@@ -32,11 +32,11 @@ def kernels(
     return wire, values
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     signs = (
-        found.isnan() | (found.signbit() == expected.signbit())
-        if found.is_floating_point()
+        actual.isnan() | (actual.signbit() == expected.signbit())
+        if actual.is_floating_point()
         else None
     )
     assert signs is None or bool(signs.all())

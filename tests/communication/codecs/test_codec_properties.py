@@ -111,7 +111,7 @@ def test_one_bit_preserves_the_sum_with_its_residual(
     data: st.DataObject, n: int, size: int
 ) -> None:
     codec = Reshaped(size)
-    residual, given, decoded = (
+    residual, gradient_sum, decoded = (
         torch.zeros(n),
         torch.zeros(n, dtype=torch.float64),
         torch.zeros(n, dtype=torch.float64),
@@ -121,12 +121,12 @@ def test_one_bit_preserves_the_sum_with_its_residual(
     for seed in range(data.draw(st.integers(1, 12))):
         g = torch.randn(n, generator=torch.Generator().manual_seed(seed)) * magnitude
         result = sent(codec, g, residual=residual)
-        given, decoded = given + g, decoded + result
+        gradient_sum, decoded = gradient_sum + g, decoded + result
         largest = max([largest, *(float(t.abs().max()) for t in (residual, result, g) if n)])
         for remainder, values in zip(residual.split(size), result.split(size), strict=True):
             assert abs(float(remainder.double().sum())) <= 1e-5 * size * largest
             assert values.unique().numel() <= 2
-    assert n == 0 or float((decoded + residual - given).abs().max()) <= 1e-5 * largest
+    assert n == 0 or float((decoded + residual - gradient_sum).abs().max()) <= 1e-5 * largest
 
 
 def test_empty_one_bit_class_has_mean_zero() -> None:

@@ -53,15 +53,15 @@ def decoded(
     return values.taken().view(np.float32)
 
 
-def same(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
-    np.testing.assert_array_equal(found, expected)
+def same(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    np.testing.assert_array_equal(actual, expected)
 
 
 def qsgd(
     x: torch.Tensor,
     bits: int,
     unit: int,
-    *how: Any,
+    *encoder_arguments: Any,
     first: int = 0,
     threads: int = 1,
     isa: Any = None,
@@ -71,7 +71,7 @@ def qsgd(
     return encoded(
         native.qsgd_bytes(n, bits, unit, rotated),
         lambda wire: native.qsgd_encode(
-            x.data_ptr(), wire, n, bits, unit, *how, first, threads, isa, rotated
+            x.data_ptr(), wire, n, bits, unit, *encoder_arguments, first, threads, isa, rotated
         ),
     )
 
@@ -203,10 +203,10 @@ def test_one_bit(isa: str, data: st.DataObject, n: int, unit: int) -> None:
         same(result, values + np.float32(5) if add else values)
 
 
-def same_means(found: NDArray[np.uint8], expected: NDArray[np.uint8], units: int) -> None:
+def same_means(actual: NDArray[np.uint8], expected: NDArray[np.uint8], units: int) -> None:
     """Compare means as numbers, with NaN equal to NaN, and signs as bits."""
-    same(found[: 8 * units].view(np.float32), expected[: 8 * units].view(np.float32))
-    np.testing.assert_array_equal(found[8 * units :], expected[8 * units :])
+    same(actual[: 8 * units].view(np.float32), expected[: 8 * units].view(np.float32))
+    np.testing.assert_array_equal(actual[8 * units :], expected[8 * units :])
 
 
 @every_isa

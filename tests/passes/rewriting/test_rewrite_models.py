@@ -82,10 +82,10 @@ def places(rewrite: Any, model: nn.Module, inputs: Inputs) -> int:
     return done.count
 
 
-def close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
+def close(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
     for name in wanted:
-        assert torch.allclose(found[name], wanted[name], rtol=1e-3, atol=1e-5), name
+        assert torch.allclose(actual[name], wanted[name], rtol=1e-3, atol=1e-5), name
 
 
 def test_each_is_under_ten_lines() -> None:

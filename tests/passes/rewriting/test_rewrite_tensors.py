@@ -179,7 +179,7 @@ _COMPUTED = _GIVEN * 2
 
 
 @pytest.mark.parametrize(
-    ("put", "what"),
+    ("put", "message"),
     [
         (lambda x: x.sum().item(), "cannot be traced"),
         (
@@ -208,9 +208,9 @@ _COMPUTED = _GIVEN * 2
         (lambda x: x.double(), r"returns f64\[4, 8\] where the model computes f32\[4, 8\]"),
     ],
 )
-def test_replacements_that_do_not_fit(put: Callable[..., Any], what: str) -> None:
+def test_replacements_that_do_not_fit(put: Callable[..., Any], message: str) -> None:
     broken = rewriting(lambda x: F.dropout(x, 0.0), lambda x: put(x), name="broken")
-    with pytest.raises(PassError, match=rf"the replacement of 'broken' {what}") as caught:
+    with pytest.raises(PassError, match=rf"the replacement of 'broken' {message}") as caught:
         explained(broken)
     assert "operator dropout/dropout" in str(caught.value.where)
     assert inspect.getfile(Net) in str(caught.value.where)
@@ -220,7 +220,7 @@ def test_replacements_that_do_not_fit(put: Callable[..., Any], what: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("find", "what"),
+    ("find", "message"),
     [
         (lambda x: x + _GIVEN, "refers to a tensor that it is not given"),
         (lambda x, y: x.sin(), "does not read 'y'"),
@@ -234,8 +234,8 @@ def test_replacements_that_do_not_fit(put: Callable[..., Any], what: str) -> Non
         (lambda ids, weight: F.embedding(ids, weight), "cannot be traced"),
     ],
 )
-def test_empty_patterns_are_rejected(find: Callable[..., Any], what: str) -> None:
-    with pytest.raises(PassError, match=what) as caught:
+def test_empty_patterns_are_rejected(find: Callable[..., Any], message: str) -> None:
+    with pytest.raises(PassError, match=message) as caught:
         explained(rewriting(find, lambda: None))
     assert __file__ in str(caught.value.where)
     assert caught.value.do

@@ -26,20 +26,22 @@ def called(node: str, graph: int) -> str:
     return f"{graph}:{node}" if graph else node
 
 
-def agree(found: States, told: Explanation) -> None:
-    operators = {str(op.id): op for op in told.operators if not node_metadata.bodies(op.node)}
-    assert operators.keys() == found.graph.places.keys()
+def agree(predicted: States, explanation: Explanation) -> None:
+    operators = {
+        str(op.id): op for op in explanation.operators if not node_metadata.bodies(op.node)
+    }
+    assert operators.keys() == predicted.graph.places.keys()
     for name, op in operators.items():
-        assert found.names[found.graph.place(name)] == OperandState.of(op.note).names, name
+        assert predicted.names[predicted.graph.place(name)] == OperandState.of(op.note).names, name
         assert op.note.cost is not None
-        number = found.graph.operator(name).graph
+        number = predicted.graph.operator(name).graph
         saved = {
             (called(tensor, number), fmt): size
             for (tensor, fmt), size in op.note.cost.saved.items()
         }
-        assert cost_of(found, name) == dataclasses.replace(op.note.cost, saved=saved), name
+        assert cost_of(predicted, name) == dataclasses.replace(op.note.cost, saved=saved), name
     expected: Counter[tuple[object, ...]] = Counter()
-    for index, part in enumerate(told.graphs):
+    for index, part in enumerate(explanation.graphs):
         flow = part.costing.flow
         for cast in casts(
             flow,
@@ -55,10 +57,10 @@ def agree(found: States, told: Explanation) -> None:
                 str(cast.after),
                 cast.wanted,
             ] += 1
-    graph = found.graph
+    graph = predicted.graph
     assert expected == Counter(
         (graph.operators[c.owner].id, graph.values[c.value].name, c.before, c.after, c.wanted)
-        for c in found.casts
+        for c in predicted.casts
     )
 
 

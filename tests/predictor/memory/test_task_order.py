@@ -85,8 +85,10 @@ def sorted_graphs() -> Iterator[list[tuple[list[Task], frozenset[Buffer], list[i
         outputs, places = arguments[-1], {node: index for index, node in enumerate(nodes)}
         buffers: dict[str, Buffer] = {}
 
-        def of(one: Any) -> Buffer:
-            return buffers.setdefault(one.get_name(), buffer(one.mpi_buffer.size_free))
+        def of(scheduler_buffer: Any) -> Buffer:
+            return buffers.setdefault(
+                scheduler_buffer.get_name(), buffer(scheduler_buffer.mpi_buffer.size_free)
+            )
 
         tasks = []
         for node in nodes:
@@ -104,9 +106,15 @@ def sorted_graphs() -> Iterator[list[tuple[list[Task], frozenset[Buffer], list[i
                 if out.mpi_buffer.size_free or not node.mpi_node.size
             ]
             late = [of(out) for out in several] if node.mpi_node.size and not written else []
-            reads = tuple(of(one) for one in node.mpi_node.pred_buffers if one.mpi_buffer.size_free)
+            reads = tuple(
+                of(predecessor)
+                for predecessor in node.mpi_node.pred_buffers
+                if predecessor.mpi_buffer.size_free
+            )
             tasks.append(task(*written, *late, reads=reads))
-        returned = frozenset(one for name, one in buffers.items() if name in outputs)
+        returned = frozenset(
+            graph_buffer for name, graph_buffer in buffers.items() if name in outputs
+        )
         graphs.append((tasks, returned, [places[node] for node in chosen]))
         return chosen
 

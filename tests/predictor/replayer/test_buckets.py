@@ -93,7 +93,7 @@ def networks() -> Iterator[tuple[nn.Module, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("which", "cap"),
+    ("network_index", "cap"),
     [
         (0, None),
         (0, 2),
@@ -102,8 +102,8 @@ def networks() -> Iterator[tuple[nn.Module, Tensor]]:
     ],
 )
 @pytest.mark.usefixtures("alone")
-def test_as_a_real_run_of_ddp_logs_them(which: int, cap: int | None) -> None:
-    model, x = list(networks())[which]
+def test_as_a_real_run_of_ddp_logs_them(network_index: int, cap: int | None) -> None:
+    model, x = list(networks())[network_index]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = arguments(parameters)
     # The Reducer marks a gradient as ready when it has been accumulated.

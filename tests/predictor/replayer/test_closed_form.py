@@ -31,13 +31,13 @@ class Fleet:
     slowdowns: list[float]
     launches: list[float]
     extra: list[dict[int, Entry]]
-    beside: list[dict[int, Entry]]
+    neighbours: list[dict[int, Entry]]
     transfers: list[float]
     begins: list[float]
 
     def locals(self) -> list[Local]:
         arguments = zip(
-            self.schedules, self.slowdowns, self.launches, self.extra, self.beside, strict=True
+            self.schedules, self.slowdowns, self.launches, self.extra, self.neighbours, strict=True
         )
         return [
             local(
@@ -83,8 +83,8 @@ class Fleet:
                         if bucket in self.extra[index]:
                             seconds.append(self.extra[index][bucket].seconds)
                         shifted[bucket] = len(seconds)
-                        if bucket in self.beside[index]:
-                            seconds.append(self.beside[index][bucket].seconds)
+                        if bucket in self.neighbours[index]:
+                            seconds.append(self.neighbours[index][bucket].seconds)
                 if position < len(entries):
                     seconds.append(entries[position].seconds)
             seconds = [value * self.slowdowns[index] for value in seconds]
@@ -145,8 +145,10 @@ def fleets(draw: st.DrawFn) -> Fleet:
     )
 
 
-def equal(found: DeviceStep, wanted: tuple[list[float], list[float], list[float]]) -> None:
-    for ours, simulated_ones in zip((found.sent, found.arrived, found.done), wanted, strict=True):
+def equal(actual: DeviceStep, wanted: tuple[list[float], list[float], list[float]]) -> None:
+    for ours, simulated_ones in zip(
+        (actual.sent, actual.arrived, actual.done), wanted, strict=True
+    ):
         assert_allclose(ours, simulated_ones, rtol=1e-9, atol=1e-9)
 
 

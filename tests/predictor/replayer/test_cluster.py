@@ -134,7 +134,7 @@ def test_cluster_file_accepts_memory_with_units(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "what", "where"),
+    ("text", "message", "where"),
     [
         ("", "lacks the field 'devices'", ""),
         ("[devices]", "has no devices", ""),
@@ -262,12 +262,12 @@ def test_cluster_file_accepts_memory_with_units(tmp_path: Path) -> None:
         ("#" * 2**21, "is larger than", ""),
     ],
 )
-def test_bad_files(text: str | bytes, what: str, where: str, tmp_path: Path) -> None:
+def test_bad_files(text: str | bytes, message: str, where: str, tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ProfileError) as caught:
         Cluster.load(path)
-    assert what in caught.value.what
+    assert message in caught.value.what
     assert (
         caught.value.where is not None
         and str(path) in caught.value.where

@@ -27,8 +27,8 @@ def test_single_rank_measures_no_collective() -> None:
     assert collectives() == []
 
 
-def rank(at: int, file: str, out: str) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=at, world_size=2)
+def rank(index: int, file: str, out: str) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=index, world_size=2)
     (measured,) = collectives()
     sent = exchanges()
     assert [(item.transport, item.group, item.ranks) for item in sent] == [
@@ -36,11 +36,11 @@ def rank(at: int, file: str, out: str) -> None:
         ("collective", "all", 2),
     ]
     norm = nn.BatchNorm1d(64)
-    norm.running_mean.fill_(at)  # type: ignore[union-attr]
+    norm.running_mean.fill_(index)  # type: ignore[union-attr]
     buffers = buffers_seconds(norm), buffers_seconds(nn.Linear(4, 4))
-    assert all(norm.running_mean == at), "buffers are sent as copies"  # type: ignore[arg-type]
+    assert all(norm.running_mean == index), "buffers are sent as copies"  # type: ignore[arg-type]
     tables = [measured.seconds, *(item.seconds for item in sent)]
-    Path(f"{out}.{at}").write_text(json.dumps([tables, buffers]))
+    Path(f"{out}.{index}").write_text(json.dumps([tables, buffers]))
     assert (measured.backend, measured.ranks) == ("gloo", 2)
     distributed.destroy_process_group()
 
@@ -59,8 +59,8 @@ def test_every_rank_has_the_same_times(tmp_path: Path) -> None:
         assert sent[-1][1] > sent[0][1], "16 MiB take longer than 4 KiB"
 
 
-def grouped_rank(at: int, file: str, out: str) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=at, world_size=4)
+def grouped_rank(index: int, file: str, out: str) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=index, world_size=4)
     measured = exchanges(groups={"inside": [(0, 1), (2, 3)], "between": [(0, 2), (1, 3)]})
     (some,) = exchanges(transports=["collective"], largest=2**12)
     assert [nbytes for nbytes, _ in some.seconds] == [2**10, 2**12]
@@ -73,7 +73,7 @@ def grouped_rank(at: int, file: str, out: str) -> None:
     ]
     assert {item.transport for item in times.exchanges} == {"point_to_point"}
     assert all(item.seconds[-1][0] == 2**12 for item in times.exchanges)
-    Path(f"{out}.{at}").write_text(json.dumps([asdict(item) for item in measured]))
+    Path(f"{out}.{index}").write_text(json.dumps([asdict(item) for item in measured]))
     distributed.destroy_process_group()
 
 
@@ -106,28 +106,28 @@ def told_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return plain_step(model, batch) * model.told()
 
 
-def measuring_rank(at: int, file: str, out: str, told: bool) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=at, world_size=2)
-    if not told:
+def measuring_rank(index: int, file: str, out: str, reads_attribute: bool) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=index, world_size=2)
+    if not reads_attribute:
         warnings.filterwarnings("error", message="no step could be trained")
-    torch.manual_seed(at)
+    torch.manual_seed(index)
     model = Told(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     batch = torch.randn(16, 64)
     arguments: dict[str, Any] = {"repeats": 1, "sensitivity": None, "progress": False}
     profile = qsync_fx.measure(
-        model, told_step if told else plain_step, [batch], ["fp32"], **arguments
+        model, told_step if reads_attribute else plain_step, [batch], ["fp32"], **arguments
     )
     (collective,) = profile.collectives
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
-    if at == 0:
+    if index == 0:
         # The DDP wrapper is removed, so that one rank can train without the other.
         plain_step(model, batch).backward()  # type: ignore[no-untyped-call]
     distributed.barrier()
-    assert told or collective.copies is not None
+    assert reads_attribute or collective.copies is not None
     assert {item.transport for item in collective.exchanges} == {"point_to_point", "collective"}
-    Path(f"{out}.{at}").write_text(json.dumps([collective.seconds, collective.busy]))
+    Path(f"{out}.{index}").write_text(json.dumps([collective.seconds, collective.busy]))
     distributed.destroy_process_group()
 
 

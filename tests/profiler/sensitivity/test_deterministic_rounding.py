@@ -87,13 +87,13 @@ def held_in_bf16(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_gates_behind_an_operator_flip_where_its_errors_move_them(whole: bool) -> None:
+@pytest.mark.parametrize("representable", [False, True])
+def test_gates_behind_an_operator_flip_where_its_errors_move_them(representable: bool) -> None:
     """Rounding a result to nearest never changes its sign, however close it is to zero."""
     model = small_models.build(
         lambda: nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 10))
     )
-    model = held_in_bf16(model) if whole else model
+    model = held_in_bf16(model) if representable else model
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(64, 16, generator=generator) * 4).round() / 4
     looking = _SensitivityRun(Captured(model), step, ["bf16"], 0)

@@ -38,11 +38,11 @@ def model(seed: int = 0) -> nn.Module:
 
 
 def found(
-    counted: Counted, path: Path | None, of: nn.Module | None = None, **asked: Any
+    counted: Counted, path: Path | None, of: nn.Module | None = None, **arguments: Any
 ) -> Sensitivity:
     precisions: Sequence[str] = ("int8",)
     return qsync_fx.sensitivity(
-        of or model(), counted, batches(), precisions=precisions, steps=3, path=path, **asked
+        of or model(), counted, batches(), precisions=precisions, steps=3, path=path, **arguments
     )
 
 
@@ -87,7 +87,7 @@ def test_methods_restore_their_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "what"),
+    ("other", "message"),
     [
         ({"of": model(1)}, "other weights"),
         ({"of": model().eval()}, "other weights or another mode"),
@@ -97,14 +97,14 @@ def test_methods_restore_their_state(tmp_path: Path) -> None:
     ],
 )
 def test_partial_file_of_another_run_is_an_error(
-    tmp_path: Path, other: dict[str, Any], what: str
+    tmp_path: Path, other: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "sensitivity.json"
     with pytest.raises(KeyboardInterrupt):
         found(Counted(interrupted_at=3), path)
     with pytest.raises(ProfileError, match="does not belong to this run") as raised:
         found(Counted(), path, **other)
-    assert what in raised.value.what and "remove it" in raised.value.do
+    assert message in raised.value.what and "remove it" in raised.value.do
 
 
 def test_truncated_file_is_an_error(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_no_batch_is_an_error(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "what"),
+    ("wrong", "message"),
     [
         (lambda model, batch: model(batch[0]), "a tensor of shape"),
         (lambda model, batch: 3.0, "a float, which is no loss"),
@@ -38,8 +38,8 @@ def test_no_batch_is_an_error(make: Callable[[], Any]) -> None:
         (lambda model, batch: next(model.parameters()).sum(), "Dynamo compiled no part"),
     ],
 )
-def test_step_without_a_loss_is_an_error(wrong: Callable[..., Any], what: str) -> None:
-    with pytest.raises(ProfileError, match=what) as raised:
+def test_step_without_a_loss_is_an_error(wrong: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=message) as raised:
         qsync_fx.sensitivity(wide(nn.ReLU), wrong, batches(), steps=1)
     assert raised.value.do
 

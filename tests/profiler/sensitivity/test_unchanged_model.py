@@ -81,9 +81,9 @@ def test_sensitivity_does_not_change_the_training_state(name: str) -> None:
         step(called, batch).backward()
         return small_models.gradients(model)
 
-    def tap(operator: Any, given: list[Any], call: Any) -> Any:
+    def tap(operator: Any, inputs: list[Any], call: Any) -> Any:
         ids.append(str(operator.id))
-        return call(given)
+        return call(inputs)
 
     wanted = gradients(model)
     for run in (as_it_is, tapped(tap)):

@@ -65,20 +65,20 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def corrupt_collectives(rank: int, world: int, how: str) -> None:
+def corrupt_collectives(rank: int, world: int, fault: str) -> None:
     """Corrupt on rank 0 the received bucket 1 of rank 1, or its header at the end of a step."""
     sound = collective.exchange
     row = 1 if world == 2 else 2  # two exchanges per bucket with more ranks
 
     def harmed(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
         sound(group, outgoing, incoming, about)
-        if rank == 0 and how in ("magic", "length", "late"):
-            incoming[1].view(-1, HEADER)[row, {"magic": 0, "length": 24, "late": 16}[how]] ^= 5
+        if rank == 0 and fault in ("magic", "length", "late"):
+            incoming[1].view(-1, HEADER)[row, {"magic": 0, "length": 24, "late": 16}[fault]] ^= 5
 
     class Harmed(collective.CollectiveTransfer):
         def wait(self, member: int, number: int) -> str | None:
             result = super().wait(member, number)
-            is_harmed = (rank, member, number, how) == (0, 1, 0, "payload")
+            is_harmed = (rank, member, number, fault) == (0, 1, 0, "payload")
             if is_harmed and "bucket 1" in self._about:
                 self.incoming[1][0][24:54] ^= 5
             return result

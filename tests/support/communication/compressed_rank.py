@@ -234,34 +234,39 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {}
 
     def tries(
-        name: str, step: Callable[[nn.Module, Any, int], None], codec: str = "1bit*", **how: Any
+        name: str,
+        step: Callable[[nn.Module, Any, int], None],
+        codec: str = "1bit*",
+        **model_options: Any,
     ) -> nn.Module:
-        model = parallel(**how)
+        model = parallel(**model_options)
         compress(model, codec, check_every=1)
         optimizer = sgd(model)
-        for at in range(4):
+        for step_index in range(4):
             optimizer.zero_grad()
-            step(model, optimizer, at)
+            step(model, optimizer, step_index)
         check_replicas(model)
         results[name] = all(bool(p.isfinite().all()) for p in model.parameters())
         return model
 
-    def accumulates(model: Any, optimizer: Any, at: int) -> None:
+    def accumulates(model: Any, optimizer: Any, step_index: int) -> None:
         with model.no_sync():
-            model(batch(rank, at)).square().mean().backward()
-        model(-batch(rank, at)).square().mean().backward()
+            model(batch(rank, step_index)).square().mean().backward()
+        model(-batch(rank, step_index)).square().mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
 
-    def branches(model: Any, optimizer: Any, at: int) -> None:
-        model(batch(rank, at), aside=rank == 0 and at % 2 == 0).square().mean().backward()
+    def branches(model: Any, optimizer: Any, step_index: int) -> None:
+        model(
+            batch(rank, step_index), aside=rank == 0 and step_index % 2 == 0
+        ).square().mean().backward()
         optimizer.step()
 
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
 
-    def scales(model: Any, optimizer: Any, at: int) -> None:
-        loss = model(batch(rank, at)).square().mean()
-        bad = float("inf") if rank == world - 1 and at == 1 else 1.0
+    def scales(model: Any, optimizer: Any, step_index: int) -> None:
+        loss = model(batch(rank, step_index)).square().mean()
+        bad = float("inf") if rank == world - 1 and step_index == 1 else 1.0
         scaler.scale(loss * bad).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -274,7 +279,7 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         results[f"scale {codec}"] = scaler.get_scale()
     tries(
         "static graph",
-        lambda m, o, at: (m(batch(rank, at)).mean().backward(), o.step())[1],
+        lambda m, o, step_index: (m(batch(rank, step_index)).mean().backward(), o.step())[1],
         static_graph=True,
     )
 

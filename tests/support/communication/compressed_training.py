@@ -31,10 +31,12 @@ class Network(nn.Module):
         return self.last(torch.tanh(x))
 
 
-def parallel(buckets: float = 0.02, device: str = "cpu", **how: Any) -> DistributedDataParallel:
+def parallel(
+    buckets: float = 0.02, device: str = "cpu", **ddp_options: Any
+) -> DistributedDataParallel:
     torch.manual_seed(0)
     return DistributedDataParallel(
-        Network().to(device), bucket_cap_mb=buckets, find_unused_parameters=True, **how
+        Network().to(device), bucket_cap_mb=buckets, find_unused_parameters=True, **ddp_options
     )
 
 
@@ -65,18 +67,18 @@ def said(error: BaseException) -> dict[str, Any]:
     return {"kind": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
 
 
-def refusal(found: dict[str, Any], name: str, does: Callable[[], object]) -> None:
-    """Store the error of a call, if it raises one, in `found[name]`."""
+def refusal(errors: dict[str, Any], name: str, does: Callable[[], object]) -> None:
+    """Store the error of a call, if it raises one, in `errors[name]`."""
     try:
         does()
     except qsync_fx.QSyncError as error:
-        found[name] = said(error)
+        errors[name] = said(error)
 
 
 def trained(
-    codec: Any = None, hook: Any = None, steps: int = 6, **how: Any
+    codec: Any = None, hook: Any = None, steps: int = 6, **model_options: Any
 ) -> tuple[nn.Module, DdpCompressor | None]:
-    model = parallel(**how)
+    model = parallel(**model_options)
     handle = compress(model, codec, check_every=2) if codec is not None else None
     if hook is not None:
         model.register_comm_hook(None, hook)

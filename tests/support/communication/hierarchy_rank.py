@@ -85,7 +85,7 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def mean(
-    codec: Codec, index: int, gradients: list[Tensor], size: int, kept: dict[Any, Tensor]
+    codec: Codec, index: int, gradients: list[Tensor], size: int, feedback: dict[Any, Tensor]
 ) -> Tensor:
     """Return a parameter's mean gradient: FP32 mean inside nodes, then the codec between them."""
     values, nodes = gradients[0].numel(), len(gradients) // size
@@ -100,7 +100,9 @@ def mean(
         stream = index * size + position
         sent = [
             through(
-                codec, inside[node], kept.setdefault((index, position, node), torch.zeros(count))
+                codec,
+                inside[node],
+                feedback.setdefault((index, position, node), torch.zeros(count)),
             )
             for node in range(nodes)
         ]
@@ -110,7 +112,7 @@ def mean(
         if nodes > 2 and codec.name != "fp32":
             for owner in range(nodes):
                 owned = cut(count, codec.unit, nodes, (owner - stream) % nodes)
-                left = kept.setdefault(
+                left = feedback.setdefault(
                     (index, position, "mean", owner), torch.zeros(owned.stop - owned.start)
                 )
                 total[owned] = through(codec, total[owned], left)
@@ -118,10 +120,10 @@ def mean(
     return result
 
 
-def cut(values: int, unit: int, parts: int, at: int) -> slice:
+def cut(values: int, unit: int, parts: int, index: int) -> slice:
     units = -(-values // unit)
     return slice(
-        min(units * at // parts * unit, values), min(units * (at + 1) // parts * unit, values)
+        min(units * index // parts * unit, values), min(units * (index + 1) // parts * unit, values)
     )
 
 
@@ -303,10 +305,10 @@ def two_levels(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-def at_100_kilobytes_per_s(remeasure: Any, found: dict[str, Any], nodes: Any) -> LinkTimes:
+def at_100_kilobytes_per_s(remeasure: Any, results: dict[str, Any], nodes: Any) -> LinkTimes:
     """Measure links again, and return durations at 100 KB/s for the same exchanges."""
     times = remeasure(nodes)
-    found["groups"] = [(item.group, item.ranks) for item in times.exchanges]
+    results["groups"] = [(item.group, item.ranks) for item in times.exchanges]
     exchanges = [
         replace(item, seconds=[(size, size / 1e5) for size, _ in item.seconds])
         for item in times.exchanges

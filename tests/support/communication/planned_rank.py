@@ -30,9 +30,13 @@ def parallel() -> DistributedDataParallel:
     return DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.01)
 
 
-def trained(given: Any, **how: Any) -> dict[str, Any]:
+def trained(codec_or_plan: Any, **compress_options: Any) -> dict[str, Any]:
     model = parallel()
-    handle = compress(model, given, check_every=1, **how) if given is not None else None
+    handle = (
+        compress(model, codec_or_plan, check_every=1, **compress_options)
+        if codec_or_plan is not None
+        else None
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 + distributed.get_rank())
     for _ in range(3):

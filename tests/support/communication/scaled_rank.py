@@ -29,8 +29,8 @@ class Linear(nn.Module):
         super().__init__()
         self.first, self.second = nn.Parameter(torch.zeros(67, 31)), nn.Parameter(torch.zeros(500))
 
-    def forward(self, given: list[Tensor]) -> Tensor:
-        return (self.first * given[0]).sum() + (self.second * given[1]).sum()
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return (self.first * gradients[0]).sum() + (self.second * gradients[1]).sum()
 
 
 def given(rank: int, step: int) -> list[Tensor]:
@@ -60,11 +60,13 @@ def trained(
     codec: str,
     steps: list[int],
     scaler: Any,
-    told: bool,
+    with_scaler: bool,
     infinite: tuple[int, ...] = (),
 ) -> tuple[str, list[int], dict[str, Tensor]]:
     """Return a hash of the parameters, the executed steps and the unscaled error feedback."""
-    handle = compress(model, CODECS[codec], least=0, scaler=scaler if told else None, check_every=1)
+    handle = compress(
+        model, CODECS[codec], least=0, scaler=scaler if with_scaler else None, check_every=1
+    )
     optimizer, executed = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5), []
     rank, world = distributed.get_rank(), distributed.get_world_size()
     for step in steps:

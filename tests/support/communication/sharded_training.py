@@ -31,13 +31,13 @@ class Network(nn.Module):
         return self.last(x + (self.aside(x) if aside else 0)) * self.frozen.sum()
 
 
-def model(**how: Any) -> Any:
+def model(**fsdp_options: Any) -> Any:
     torch.manual_seed(0)
     network = Network()
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     for block in network.blocks:
-        fully_shard(block, mesh=mesh, **how)
-    fully_shard(network, mesh=mesh, **how)
+        fully_shard(block, mesh=mesh, **fsdp_options)
+    fully_shard(network, mesh=mesh, **fsdp_options)
     # gloo does not support averages, so reduce by sum
     for module in network.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):

@@ -27,7 +27,9 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"lr": 0.01, "amsgrad": True, "maximize": True, "eps": 1e-3, "weight_decay": 0.0}),
 ]
 every_setting = pytest.mark.parametrize(
-    ("name", "how"), SETTINGS, ids=[f"{name}-{at}" for at, (name, _) in enumerate(SETTINGS)]
+    ("name", "hyperparameters"),
+    SETTINGS,
+    ids=[f"{name}-{index}" for index, (name, _) in enumerate(SETTINGS)],
 )
 EPSILON = 2.0**-24
 

@@ -74,15 +74,15 @@ class Product:
             return Product(product, product, magnitude, terms)
         return Product(product, product + bias.double(), magnitude + bias.double().abs(), terms)
 
-    def assert_met(self, found: Tensor, carrier: torch.dtype | None) -> None:
-        """Assert that `found` equals the value within a product's roundings in compute dtype
+    def assert_met(self, actual: Tensor, carrier: torch.dtype | None) -> None:
+        """Assert that `actual` equals the value within a product's roundings in compute dtype
         `carrier`; None means exact products.
         """
-        assert found.shape == self.value.shape
-        error = (found.double() - self.value).abs()
+        assert actual.shape == self.value.shape
+        error = (actual.double() - self.value).abs()
         # Denormals, which a BF16 product may flush to zero, add an absolute error.
         bound = (self.terms + 8) * (unit(torch.float32) * self.magnitude + 2.0**-126) + unit(
             carrier
         ) * self.product.abs()
-        bound += unit(found.dtype) * (self.value.abs() + bound)
+        bound += unit(actual.dtype) * (self.value.abs() + bound)
         assert (error <= bound).all(), f"the error is {(error / bound).max()} times the bound"

@@ -12,17 +12,17 @@ SCALED = [row.name for row in FORMATS.values() if row.scaled]
 GRIDDED = [row.name for row in FORMATS.values() if not row.scaled and not row.plain]
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
+def assert_same(actual: Tensor, expected: Tensor) -> None:
     """Assert equal bits, dtypes, shapes and strides; all NaN are equal."""
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert found.stride() == expected.stride()
-    if found.dtype.itemsize > 1:
-        assert torch.equal(found.isnan(), expected.isnan())
-        found, expected = found.nan_to_num(nan=1.0), expected.nan_to_num(nan=1.0)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert actual.stride() == expected.stride()
+    if actual.dtype.itemsize > 1:
+        assert torch.equal(actual.isnan(), expected.isnan())
+        actual, expected = actual.nan_to_num(nan=1.0), expected.nan_to_num(nan=1.0)
     actual_bits, expected_bits = (
         t.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-        for t in (found, expected)
+        for t in (actual, expected)
     )
     assert torch.equal(actual_bits, expected_bits)
 

@@ -52,9 +52,9 @@ def routes() -> list[list[Any]]:
     """
     calls, sends = [], distributed.all_reduce
 
-    def noted(tensor: Tensor, *how: Any, group: Any = None, **more: Any) -> Any:
+    def noted(tensor: Tensor, *arguments: Any, group: Any = None, **more: Any) -> Any:
         calls.append([tensor.device.type, group is None])
-        return None if tensor.is_meta else sends(tensor, *how, group=group, **more)
+        return None if tensor.is_meta else sends(tensor, *arguments, group=group, **more)
 
     with mock.patch.object(distributed, "all_reduce", noted):
         all_reduce_seconds(2**10, 1, torch.device("meta"))

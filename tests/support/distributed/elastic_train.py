@@ -109,9 +109,9 @@ def put(folder: Path, part: Path) -> None:
     link.replace(folder / "checkpoint")
 
 
-def write(folder: Path, said: dict[str, Any]) -> None:
-    path = folder / f"{said['pid']}.json"
-    path.with_suffix(".part").write_text(json.dumps(said))
+def write(folder: Path, status: dict[str, Any]) -> None:
+    path = folder / f"{status['pid']}.json"
+    path.with_suffix(".part").write_text(json.dumps(status))
     path.with_suffix(".part").replace(path)
 
 

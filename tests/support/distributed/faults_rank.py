@@ -46,7 +46,7 @@ def find(
     name: str = "",
     max_replans: int = 0,
     formats: tuple[str, ...] = ("fp32",),
-    **how: Any,
+    **options: Any,
 ) -> Any:
     """Find a plan with one repetition per measurement."""
     model = network()
@@ -61,7 +61,7 @@ def find(
         progress=False,
         repeats=1,
         max_replans=max_replans,
-        **how,
+        **options,
     )
 
 

@@ -42,11 +42,11 @@ def data(rank: int, samples: int = 4) -> Tensor:
     return torch.randn(samples, 8, generator=torch.Generator().manual_seed(rank))
 
 
-def train(model: nn.Module, rank: int, steps: int, **how: Any) -> Iterator[int]:
+def train(model: nn.Module, rank: int, steps: int, **data_options: Any) -> Iterator[int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
-        model(data(rank, **how)).square().mean().backward()
+        model(data(rank, **data_options)).square().mean().backward()
         optimizer.step()
         yield step
 
@@ -64,10 +64,10 @@ def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     odd = rank == 1
     results = {}
 
-    def tries(name: str, model: nn.Module, replan: Any = None, **how: Any) -> None:
+    def tries(name: str, model: nn.Module, replan: Any = None, **data_options: Any) -> None:
         try:
             with guard(model, replan=replan):
-                list(train(model, rank, 1, **how))
+                list(train(model, rank, 1, **data_options))
         except qsync_fx.RankError as error:
             results[name] = said(error)
 
@@ -200,7 +200,7 @@ def finding(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             raise ValueError("this batch is broken")
         return module(x).square().mean()
 
-    def find(**how: Any) -> ClusterPlan:
+    def find(**options: Any) -> ClusterPlan:
         return qsync_fx.distributed.measure_and_plan(
             model,
             step,
@@ -210,12 +210,12 @@ def finding(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             progress=False,
             repeats=2,
             max_replans=1,
-            **how,
+            **options,
         )
 
-    for case, how in (("broken", {}), ("memory", {"memory": {"slow": "1 KB"}})):
+    for case, limits in (("broken", {}), ("memory", {"memory": {"slow": "1 KB"}})):
         try:
-            find(precisions=["fp32"], **how)
+            find(precisions=["fp32"], **limits)
         except qsync_fx.QSyncError as error:
             results[case] = [type(error).__name__, str(error)]
         except ValueError as error:

@@ -73,9 +73,9 @@ class Net(nn.Module):
         return self.head(x, side)
 
 
-def build(**how: Any) -> Net:
+def build(**net_options: Any) -> Net:
     torch.manual_seed(0)
-    return Net(**how)
+    return Net(**net_options)
 
 
 def compiled(model: nn.Module) -> Any:
@@ -102,23 +102,23 @@ def train(
 
 
 def parallel(
-    model: nn.Module | None = None, inside: bool = True, several: bool = False, **how: Any
+    model: nn.Module | None = None, inside: bool = True, several: bool = False, **ddp_options: Any
 ) -> Any:
     """Return a model in DistributedDataParallel, compiled inside or outside of it."""
     model = model or build()
     # By default the first bucket has 1 MiB. PowerSGD over gloo crashes with several buckets.
     distributed._DEFAULT_FIRST_BUCKET_BYTES = 512 if several else 2**20  # type: ignore[attr-defined]
-    how = {"bucket_cap_mb": 0.001, **how} if several else how
+    ddp_options = {"bucket_cap_mb": 0.001, **ddp_options} if several else ddp_options
     return (
-        DistributedDataParallel(compiled(model), **how)
+        DistributedDataParallel(compiled(model), **ddp_options)
         if inside
-        else compiled(DistributedDataParallel(model, **how))
+        else compiled(DistributedDataParallel(model, **ddp_options))
     )
 
 
-def trained(called: Any, **how: Any) -> Any:
+def trained(called: Any, **train_options: Any) -> Any:
     with guard(called, check_every=1):
-        train(called, **how)
+        train(called, **train_options)
     return called
 
 

@@ -108,16 +108,16 @@ def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     plan = found_plan(rank, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     odd = rank == 1
 
-    def slows(step: int, slowed: Slowed, held: int) -> None:
+    def slows(step: int, slowed: Slowed, used_bytes: int) -> None:
         slowed.times = job["times"] if odd and step >= FROM else 1.0
 
     settings = Replanning(plan, tolerance=1.0, patience=5, cooldown=10, clock=time.thread_time)
     slower = trained(plan, rank, settings, slows)
     free = [math.inf]
 
-    def takes_memory(step: int, slowed: Slowed, held: int) -> None:
+    def takes_memory(step: int, slowed: Slowed, used_bytes: int) -> None:
         allowed = job["share"] * float(plan.classes["slow"].notes["peak"])
-        free[0] = allowed - held if odd and step >= FROM else math.inf
+        free[0] = allowed - used_bytes if odd and step >= FROM else math.inf
 
     # No step is a hundred times as slow, so only memory causes replanning.
     settings = Replanning(plan, tolerance=100.0, patience=5, cooldown=10, free=lambda: free[0])
@@ -286,7 +286,7 @@ def moves(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def trained(
-    plan: Any, rank: int, how: Replanning, each: Callable[[int, Slowed, int], None]
+    plan: Any, rank: int, settings: Replanning, each: Callable[[int, Slowed, int], None]
 ) -> dict[str, Any]:
     """Train under a plan; return the decisions and the active plan."""
     model = network()
@@ -294,7 +294,7 @@ def trained(
     compiled: Any = torch.compile(model, backend="qsync", options={"plan": plan})
     slowed = Slowed(compiled)
     parallel = DistributedDataParallel(slowed)
-    with guard(parallel, check_every=5, same_batch=False, replan=how) as training:
+    with guard(parallel, check_every=5, same_batch=False, replan=settings) as training:
         for step in range(STEPS):
             each(step, slowed, held_bytes(parallel, [optimizer], parallel))
             optimizer.zero_grad()

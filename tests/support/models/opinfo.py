@@ -106,9 +106,9 @@ def run(
         met.append(graph)
         without_row.update(graph.unknown)
 
-    def compiled(backend: Any, **how: Any) -> Callable[..., Any]:
+    def compiled(backend: Any, **compile_options: Any) -> Callable[..., Any]:
         torch._dynamo.reset()
-        return torch.compile(program.function, backend=backend, **how)
+        return torch.compile(program.function, backend=backend, **compile_options)
 
     options = {
         "precision": precision,

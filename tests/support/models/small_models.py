@@ -84,20 +84,20 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def assert_equal(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     """Assert that two state dicts, or sets of gradients, are equal bit for bit."""
-    assert found.keys() == wanted.keys()
-    assert found, "there are no tensors to compare"
+    assert actual.keys() == wanted.keys()
+    assert actual, "there are no tensors to compare"
     for name in wanted:
-        assert torch.equal(found[name], wanted[name]), (
-            f"{name} differs by {(found[name] - wanted[name]).abs().max()}"
+        assert torch.equal(actual[name], wanted[name]), (
+            f"{name} differs by {(actual[name] - wanted[name]).abs().max()}"
         )
 
 
-def relative_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def relative_error(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """Return the norm of the difference of all tensors, relative to the norm of `wanted`."""
-    assert found.keys() == wanted.keys()
+    assert actual.keys() == wanted.keys()
     difference = sum(
-        float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted
+        float((actual[name].double() - wanted[name].double()).square().sum()) for name in wanted
     )
     return (difference / sum(float(t.double().square().sum()) for t in wanted.values())) ** 0.5

@@ -22,10 +22,12 @@ from qsync_fx.profiler.timing.measured_memory import measured_peak
 FORMATS = ("fp32", "bf16", "int8")
 
 
-def most_bytes(found: States, training: TrainingMemory | None = None) -> int:
+def most_bytes(plan_states: States, training: TrainingMemory | None = None) -> int:
     """Return the larger peak of both execution orders, including parameters, in bytes."""
-    orders = Orders.of(found, training)
-    memories = (step_memory(found, training, tasks) for tasks in (orders.expected, orders.written))
+    orders = Orders.of(plan_states, training)
+    memories = (
+        step_memory(plan_states, training, tasks) for tasks in (orders.expected, orders.written)
+    )
     return max(memory.peak.bytes for memory in memories)
 
 

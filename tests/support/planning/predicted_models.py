@@ -224,11 +224,11 @@ class DrawnTimes:
     ) -> Seconds:
         return self._drawn(operator, str(state), *map(str, around))
 
-    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
-        around = [beside.get(by) for by in NEIGHBOURS]
+    def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
+        around = [neighbours.get(by) for by in NEIGHBOURS]
         return (
             self.operator(operator, state, around)
-            if beside.keys() == set(NEIGHBOURS)
+            if neighbours.keys() == set(NEIGHBOURS)
             else Seconds(0.0, 0.0)
         )
 
@@ -249,18 +249,18 @@ class DrawnTimes:
     def optimizer(self) -> float:
         return self._drawn("optimizer").forward
 
-    def _drawn(self, *what: str) -> Seconds:
-        draw = random.Random(f"{self.seed} {what}")
+    def _drawn(self, *key: str) -> Seconds:
+        draw = random.Random(f"{self.seed} {key}")
         return Seconds(draw.random() * 1e-3, draw.random() * 1e-3)
 
 
-def cost_of(found: States, operator: str) -> Cost:
-    """Return the cost of an operator in the states of `found`, including casts that it owns."""
-    index = found.graph.place(operator)
-    total = found.graph.operators[index].costs[found.names[index]]
-    for cast in found.casts:
+def cost_of(states: States, operator: str) -> Cost:
+    """Return the cost of an operator in `states`, including casts that it owns."""
+    index = states.graph.place(operator)
+    total = states.graph.operators[index].costs[states.names[index]]
+    for cast in states.casts:
         if cast.owner == index:
-            value, after = found.graph.values[cast.value], precision(cast.after)
+            value, after = states.graph.values[cast.value], precision(cast.after)
             read = value.numel * precision(cast.before).dtype.itemsize
             written = value.numel * after.dtype.itemsize
             total += cast_cost(read, written, after, value.differentiated)

@@ -129,7 +129,7 @@ def invited(request: Mapping[str, Any]) -> list[str]:
     return placed(request, request["streams"], request["run"])
 
 
-def placed(request: Mapping[str, Any], streams: Sequence[int], found: list[str]) -> list[str]:
+def placed(request: Mapping[str, Any], streams: Sequence[int], argv: list[str]) -> list[str]:
     """Set folder, streams, environment and sys.path of a fork; return the script to run."""
     os.chdir(request["folder"])
     for ours, theirs in zip(streams, (0, 1, 2), strict=True):
@@ -146,9 +146,9 @@ def placed(request: Mapping[str, Any], streams: Sequence[int], found: list[str])
 
         torch.set_num_threads(int(threads))  # OpenMP read it at import
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
-    first = os.getcwd() if found[0] == "-m" else str(Path(found[0]).resolve().parent)
+    first = os.getcwd() if argv[0] == "-m" else str(Path(argv[0]).resolve().parent)
     sys.path[:1] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return found
+    return argv
 
 
 def main() -> list[str]:

@@ -97,12 +97,12 @@ def run(
 
 
 def _fresh(
-    path: Path, given: list[str], environment: Mapping[str, str], log: Path
+    path: Path, arguments: list[str], environment: Mapping[str, str], log: Path
 ) -> forks.Process:
     """Start a script as a new Python process."""
     with log.open("w") as out:
         return subprocess.Popen(
-            [sys.executable, str(path), *given], env=dict(environment), stdout=out, stderr=out
+            [sys.executable, str(path), *arguments], env=dict(environment), stdout=out, stderr=out
         )
 
 

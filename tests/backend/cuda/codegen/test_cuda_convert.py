@@ -131,15 +131,15 @@ def test_roundings_of_fp32(y: str) -> None:
     assert_equal(result, expected(values.view(1, 1, -1), ("fp32", y), None))
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_padding_is_zero(turned: bool) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_padding_is_zero(transposed: bool) -> None:
     for inner in ((0, 5), (5, 0), (0, 0)):
         x = torch.empty((1, *inner), dtype=torch.int8)
-        assert run(x, ("bits8", "bits8"), turned, (2, 40, 33)).eq(0).all()
-        assert run(x[:0], ("bits8", "bits8"), turned, (0, 40, 33)).numel() == 0
+        assert run(x, ("bits8", "bits8"), transposed, (2, 40, 33)).eq(0).all()
+        assert run(x[:0], ("bits8", "bits8"), transposed, (0, 40, 33)).numel() == 0
 
 
-@pytest.mark.parametrize("turned", [0, 1])
+@pytest.mark.parametrize("transposed", [0, 1])
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -156,12 +156,12 @@ def test_padding_is_zero(turned: bool) -> None:
         ({"scale": 66}, "a pointer"),
     ],
 )
-def test_wrong_arguments(turned: int, changed: dict[str, int], message: str) -> None:
+def test_wrong_arguments(transposed: int, changed: dict[str, int], message: str) -> None:
     right = dict.fromkeys(("rows", "columns", "ldx", "y_rows", "y_columns"), 8) | dict.fromkeys(
         ("x", "y"), 64
     )
     arguments = ConvertArguments(
-        **right | {"batches": 1, "y_batches": 1, "turned": turned} | changed
+        **right | {"batches": 1, "y_batches": 1, "turned": transposed} | changed
     )
     kernel = library("bits8")
     assert str(kernel.can_implement(arguments)).startswith(message)
@@ -169,13 +169,13 @@ def test_wrong_arguments(turned: int, changed: dict[str, int], message: str) -> 
         kernel.run(arguments, 0, 0)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_matrices_that_start_anywhere(turned: bool) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_that_start_anywhere(transposed: bool) -> None:
     """Use rows at multiples of 16 bytes in the first matrix and unaligned rows in the second."""
     memory = torch.arange(2 * 33 * 64 + 16).to(torch.int8)
     x = memory[-memory.data_ptr() % 16 :].as_strided((2, 32, 64), (32 * 64 + 1, 64, 1))
-    y = run(x, ("bits8", "bits8"), turned, (2, 64, 32) if turned else (2, 32, 64))
-    assert torch.equal(y, x.mT if turned else x)
+    y = run(x, ("bits8", "bits8"), transposed, (2, 64, 32) if transposed else (2, 32, 64))
+    assert torch.equal(y, x.mT if transposed else x)
 
 
 def test_elements_that_are_not_aligned_to_themselves() -> None:

@@ -81,12 +81,12 @@ DAMAGE: dict[str, Callable[[kernel_cache.CacheEntry], None]] = {
 }
 
 
-@pytest.mark.parametrize("how", DAMAGE)
-def test_damaged_entry_is_ignored(how: str, home: Path) -> None:
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_entry_is_ignored(damage: str, home: Path) -> None:
     entry = entry_of(home)
     key = entry.manifest.content, entry.manifest.tools
     assert kernel_cache.find(home / "kernels", *key) == entry
-    DAMAGE[how](entry)
+    DAMAGE[damage](entry)
     assert kernel_cache.find(home / "kernels", *key) is None
     assert kernel_cache.find(home / "kernels", key[0], None) is None
     assert list(kernel_cache.entries(home / "kernels")) == [entry.folder]

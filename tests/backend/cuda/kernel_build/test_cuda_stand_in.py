@@ -89,13 +89,13 @@ def plain(arch: Arch) -> list[tuple[TranslationUnit, dict[str, int]]]:
     ]
 
 
-def products(arch: Arch, whole: bool) -> list[tuple[KernelConfig, dict[str, int]]]:
+def products(arch: Arch, every_config: bool) -> list[tuple[KernelConfig, dict[str, int]]]:
     """Return kernels with sizes from one tile to many: one for each operation and order, with
-    `whole` also for each format, schedule and layout.
+    `every_config` also for each format, schedule and layout.
     """
     chosen: dict[tuple[object, ...], KernelConfig] = {}
-    for config in candidates.all_configs(arch) if whole else one_of_each(arch):
-        more = (config.a, config.schedule, config.a_major, config.b_major) if whole else ()
+    for config in candidates.all_configs(arch) if every_config else one_of_each(arch):
+        more = (config.a, config.schedule, config.a_major, config.b_major) if every_config else ()
         chosen.setdefault((config.operation, config.order, *more), config)
     return [
         (config, fields)
@@ -175,12 +175,12 @@ def library(unit: TranslationUnit) -> Path:
 
 
 def check(
-    runtime: Path, given: list[tuple[TranslationUnit, dict[str, int]]]
+    runtime: Path, cases: list[tuple[TranslationUnit, dict[str, int]]]
 ) -> list[dict[str, Any]]:
-    build(list({unit: None for unit, _ in given}), progress=False)
+    build(list({unit: None for unit, _ in cases}), progress=False)
     calls = [
         Call(str(library(unit)), unit.name, unit.interface, unit.arch, fields)
-        for unit, fields in given
+        for unit, fields in cases
     ]
     answers = stand_in.checked(runtime, calls)
     for call, answer in zip(calls, answers, strict=True):
@@ -202,19 +202,19 @@ def test_a_quantizer_and_a_copy(runtime: Path, arch: Arch) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
 def test_a_kernel_of_each_operation(runtime: Path, arch: Arch) -> None:
-    judge(runtime, arch, whole=False)
+    judge(runtime, arch, every_config=False)
 
 
 @tiers.EVERY
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kind_of_kernel(runtime: Path, arch: Arch) -> None:
-    judge(runtime, arch, whole=True)
+    judge(runtime, arch, every_config=True)
 
 
-def judge(runtime: Path, arch: Arch, whole: bool) -> None:
-    chosen = [(codegen.unit_of(config), fields) for config, fields in products(arch, whole)]
-    answers = check(runtime, [*(plain(arch) if whole else ()), *chosen])
+def judge(runtime: Path, arch: Arch, every_config: bool) -> None:
+    chosen = [(codegen.unit_of(config), fields) for config, fields in products(arch, every_config)]
+    answers = check(runtime, [*(plain(arch) if every_config else ()), *chosen])
     lines = [line for answer in answers for line in answer["lines"]]
     assert any(line.startswith("map") for line in lines) is (arch == "sm_90a"), (
         "only kernels for Hopper use tensor maps"

@@ -57,15 +57,15 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Library]:
     return functools.cache(lambda *variant: _compiled(folder, *variant))
 
 
-def _compiled(folder: Path, fmt: str, *what: str) -> Library:
-    name = "_".join((fmt, *what))
+def _compiled(folder: Path, fmt: str, *variant: str) -> Library:
+    name = "_".join((fmt, *variant))
     defines = {"NAME": f'"{name}"', "OPERAND": OPERANDS[fmt]}
-    if what[0] in OPERATIONS:
-        defines["CONV"] = str(OPERATIONS.index(what[0]))
+    if variant[0] in OPERATIONS:
+        defines["CONV"] = str(OPERATIONS.index(variant[0]))
     else:
         defines |= {
-            "A_BY_ROWS": str(int(what[0] == "row")),
-            "B_BY_ROWS": str(int(what[1] == "row")),
+            "A_BY_ROWS": str(int(variant[0] == "row")),
+            "B_BY_ROWS": str(int(variant[1] == "row")),
         }
     source = Path(__file__).parents[3] / "support" / "cuda" / "stand_ins" / "host_kernels.cpp"
     flags = [
@@ -84,7 +84,7 @@ def _compiled(folder: Path, fmt: str, *what: str) -> Library:
         check=True,
     )
     return load(
-        library, TranslationUnit(name, "sm_80", "", "conv" if what[0] in OPERATIONS else "gemm")
+        library, TranslationUnit(name, "sm_80", "", "conv" if variant[0] in OPERATIONS else "gemm")
     )
 
 
@@ -101,10 +101,10 @@ def whole(shape: tuple[int, ...], fmt: str) -> Tensor:
     return torch.randint(-127, 128, shape).to(torch.int8 if fmt == "int8" else torch.float32)
 
 
-def lying(t: Tensor, how: str) -> Tensor:
+def lying(t: Tensor, layout: str) -> Tensor:
     """Return the same matrix with another layout or alignment."""
     rows, columns = t.shape
-    match how:
+    match layout:
         case "column":
             return t.t().contiguous().t()
         case "sliced":
@@ -227,8 +227,10 @@ def test_unsupported_operands_are_reported(host: Callable[..., Library]) -> None
 # From an operator's arguments to a result, by a kernel or by torch.
 
 
-def through(a: Tensor, b: Tensor, *how: Any, out: torch.dtype = torch.float32) -> Tensor:
-    return launch.gemm(GemmProduct(a, b, *(how or (None, None, None)), out))
+def through(
+    a: Tensor, b: Tensor, *scales_and_bias: Any, out: torch.dtype = torch.float32
+) -> Tensor:
+    return launch.gemm(GemmProduct(a, b, *(scales_and_bias or (None, None, None)), out))
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 7), (5, 0, 7), (5, 4, 0), (0, 0, 0)])

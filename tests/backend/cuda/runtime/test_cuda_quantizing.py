@@ -64,8 +64,8 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Lib
     return compiled
 
 
-def laid_out(x: Tensor, how: str) -> Tensor:
-    match how:
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    match layout:
         case "last" if x.dim() == 4:
             return x.contiguous(memory_format=torch.channels_last)
         case "turned" if x.dim() > 1:
@@ -95,10 +95,10 @@ def test_kernel_and_reference_get_equal_tensors(
     shape: list[int],
     lies: str,
     types: tuple[str, torch.dtype],
-    how: str,
+    rounding: str,
     data: st.DataObject,
 ) -> None:
-    row, mode = precision(types[0]), rounding_mode(how)
+    row, mode = precision(types[0]), rounding_mode(rounding)
     keep = data.draw(st.lists(st.integers(0, len(shape) - 1), unique=True))
     x = laid_out(torch.randn(shape).to(types[1]), lies)
     q = reference.empty_quantized(x, row.dtype)

@@ -28,18 +28,18 @@ STREAM = 2**31 + 5
 EDGES = [0.0, -0.0, 1e-45, -1e-38, 1e-30, 3e38, 127.5, -0.5]
 
 
-def reference_of(x: Tensor, fmt: str, how: str, keep: list[int]) -> tuple[Tensor, Tensor]:
+def reference_of(x: Tensor, fmt: str, rounding: str, keep: list[int]) -> tuple[Tensor, Tensor]:
     """Return the result of `reference.quantize` on a CUDA device, where random numbers are Philox
     numbers.
     """
-    row, mode = precision(fmt), rounding_mode(how)
+    row, mode = precision(fmt), rounding_mode(rounding)
     q, scale = reference.empty_quantized(x, row.dtype), reference.scales(x, row, keep)
-    random = philox.uniform(q, SEED, STREAM) if how == "stochastic" else None
+    random = philox.uniform(q, SEED, STREAM) if rounding == "stochastic" else None
     rounded = reference.to_grid(x.float() / scale, row, mode, random)
     return q.copy_(torch.where(scale.isnan(), torch.zeros_like(rounded), rounded)), scale
 
 
-def same(found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> bool:
+def same(results: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> bool:
     def bits(t: Tensor) -> Tensor:
         return t.contiguous().view(torch.uint8 if t.dtype.itemsize == 1 else torch.int32)
 
@@ -47,7 +47,7 @@ def same(found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> bool:
         actual.shape == expected.shape
         and actual.dtype == expected.dtype
         and torch.equal(bits(actual), bits(expected))
-        for actual, expected in zip(found, want, strict=True)
+        for actual, expected in zip(results, want, strict=True)
     )
 
 
@@ -68,35 +68,35 @@ def samples() -> list[tuple[Tensor, list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("how", ["stochastic", "nearest", "floor"])
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest", "floor"])
 @pytest.mark.parametrize("fmt", ["int8", "fp8"])
-def test_operators_have_the_bits_of_the_reference(fmt: str, how: str) -> None:
+def test_operators_have_the_bits_of_the_reference(fmt: str, rounding: str) -> None:
     for x, keep in samples():
         assert same(
-            fusible_quantize.quantize(x, SEED, STREAM, fmt, how, keep),
-            reference_of(x, fmt, how, keep),
+            fusible_quantize.quantize(x, SEED, STREAM, fmt, rounding, keep),
+            reference_of(x, fmt, rounding, keep),
         )
 
 
 @tiers.one_in(3)
 @tiers.ALL
 @pytest.mark.parametrize(
-    ("fmt", "how"), [("int8", "stochastic"), ("int8", "nearest"), ("fp8", "stochastic")]
+    ("fmt", "rounding"), [("int8", "stochastic"), ("int8", "nearest"), ("fp8", "stochastic")]
 )
-def test_inductor_code_also_has_the_property(fmt: str, how: str) -> None:
+def test_inductor_code_also_has_the_property(fmt: str, rounding: str) -> None:
     register_with_inductor()
     cases = samples()
 
     def all_of_them(xs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         return [
-            fusible_quantize.quantize(x, SEED, STREAM, fmt, how, keep)
+            fusible_quantize.quantize(x, SEED, STREAM, fmt, rounding, keep)
             for x, (_, keep) in zip(xs, cases, strict=True)
         ]
 
     torch.compiler.reset()
     compiled = torch.compile(all_of_them, fullgraph=True)
     for result, (x, keep) in zip(compiled([x for x, _ in cases]), cases, strict=True):
-        assert same(result, reference_of(x, fmt, how, keep)), (x.shape, x.dtype, keep)
+        assert same(result, reference_of(x, fmt, rounding, keep)), (x.shape, x.dtype, keep)
 
 
 def test_quantizer_has_a_scale_pass_and_a_rounding_pass() -> None:

@@ -59,7 +59,7 @@ def builds(monkeypatch: pytest.MonkeyPatch, errors: dict[str, KernelError]) -> l
     """Make the compiler fail with `errors` by unit name; return a list of the requested names."""
     names: list[str] = []
 
-    def attempt(units: Sequence[TranslationUnit], **how: Any) -> Built:
+    def attempt(units: Sequence[TranslationUnit], **options: Any) -> Built:
         names.extend(unit.name for unit in units)
         return Built(
             {}, {unit: errors.get(unit.name, KernelError("not in this test")) for unit in units}
@@ -202,9 +202,9 @@ def test_unsupported_product_is_refused_next_to_a_cached_one(
     loaded()
     checked: list[object] = []
 
-    def refuses(*given: Any) -> None:
-        checked.append(given)
-        check_given(*given)
+    def refuses(*arguments: Any) -> None:
+        checked.append(arguments)
+        check_given(*arguments)
 
     check_given = gemm._check_gemm
     monkeypatch.setattr(gemm, "_check_gemm", refuses)
@@ -220,7 +220,9 @@ def test_unsupported_product_is_refused_next_to_a_cached_one(
     )  # fmt: skip
     for change in wrong:
         with pytest.raises((PrecisionError, RuntimeError)):
-            gemm._gemm_kernel(*(change.get(index, given) for index, given in enumerate(right)))  # type: ignore[arg-type]
+            gemm._gemm_kernel(
+                *(change.get(index, argument) for index, argument in enumerate(right))  # type: ignore[arg-type]
+            )
 
 
 def quantizer(*statuses: int) -> Handle:

@@ -27,8 +27,8 @@ from qsync_fx.errors import KernelError, PrecisionError
 from tests.support.cuda.on_cpu.convert_on_cpu import DTYPES, assert_equal, bits, drawn, library
 
 
-def lying(t: Tensor, how: str) -> Tensor:
-    match how:
+def lying(t: Tensor, layout: str) -> Tensor:
+    match layout:
         case "turned":
             return t.t().contiguous().t()
         case "sliced":
@@ -82,14 +82,14 @@ def test_matrices_are_copied_as_torch_copies_them(by_kernel: None, dtype: torch.
     st.integers(0, 20), st.integers(0, 2), st.sampled_from([torch.int8, torch.bfloat16]),
 )  # fmt: skip
 def test_images_are_copied_as_torch_copies_them(
-    shape: tuple[int, ...], how: str, channels: int, images: int, dtype: torch.dtype
+    shape: tuple[int, ...], layout: str, channels: int, images: int, dtype: torch.dtype
 ) -> None:
     x = torch.randint(-128, 128, [size + 1 for size in shape]).to(dtype)
-    x = x[1:, 1:] if how.startswith("sliced") else x
-    x = (x.contiguous(memory_format=torch.channels_last) if how.endswith("last") else x)[
+    x = x[1:, 1:] if layout.startswith("sliced") else x
+    x = (x.contiguous(memory_format=torch.channels_last) if layout.endswith("last") else x)[
         : shape[0], : shape[1]
     ]
-    x = x[:, :, 1:] if how == "rows" else x if how.startswith("sliced") else x.clone()
+    x = x[:, :, 1:] if layout == "rows" else x if layout.startswith("sliced") else x.clone()
     lines = layout_convert.lines_of_images(x)
     want = padding.channels_last(x, x.shape[0] + images, x.shape[1] + channels)
     assert lines is not None
@@ -151,9 +151,9 @@ def test_conversions_of_models_are_compiled_ahead_of_time() -> None:
 
 
 def wanted(
-    x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: tuple[int, int]
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: tuple[int, int]
 ) -> Tensor:
-    oriented = x.t() if turned else x
+    oriented = x.t() if transposed else x
     result = torch.zeros(shape).to(dtype)
     result[: oriented.shape[0], : oriented.shape[1]] = (
         (oriented.float() * scale).to(dtype) if scale is not None else oriented.to(dtype)

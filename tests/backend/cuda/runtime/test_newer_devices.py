@@ -152,17 +152,17 @@ def test_newer_device_uses_kernels_of_an_older_one(monkeypatch: pytest.MonkeyPat
         forget()
 
 
-@pytest.mark.parametrize(("nvcc", "what"), [(False, NO_NVCC), (True, NO_CUTLASS)])
+@pytest.mark.parametrize(("nvcc", "error"), [(False, NO_NVCC), (True, NO_CUTLASS)])
 def test_missing_toolchain_is_reported_once_with_cost_and_remedy(
-    machine: Machine, nvcc: bool, what: ToolchainError
+    machine: Machine, nvcc: bool, error: ToolchainError
 ) -> None:
     machine.has(nvcc=nvcc, cutlass=False)
     with pytest.warns(PlanWarning) as warned:
         quantize_launch.warn_about_missing_kernels(CUDA)
     [text] = [str(warning.message) for warning in warned]
     assert (
-        what.what in text
-        and text.endswith(f"To fix this: {what.do}")
+        error.what in text
+        and text.endswith(f"To fix this: {error.do}")
         and "cuBLAS" in text
         and "The numbers are the same" in text
     )

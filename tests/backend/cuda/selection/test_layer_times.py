@@ -142,7 +142,7 @@ def test_gradients_that_nobody_needs_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"seconds": {}}, "the parts of its two formats differ"),
         ({"wide_seconds": {"forward": 1.0}}, "the parts of its two formats differ"),
@@ -151,10 +151,10 @@ def test_gradients_that_nobody_needs_do_not_count() -> None:
         ({"problem": GemmProblem(33, 96, 64, "bf16", "bf16", "bf16")}, "not the key of a layer"),
     ],
 )
-def test_invalid_rows_are_errors(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_invalid_rows_are_errors(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     save_table(path, HERE, [], [replace(next(rows(32, 96, 64, 1.0)), **changes)])
-    with pytest.raises(TuningError, match=said):
+    with pytest.raises(TuningError, match=message):
         load_table(path)
 
 

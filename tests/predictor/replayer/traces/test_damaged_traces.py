@@ -30,7 +30,7 @@ def no_backward(trace: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "what", "where"),
+    ("edit", "message", "where"),
     [
         (lambda trace: trace.pop("traceEvents"), "no list of traceEvents", ""),
         (lambda trace: trace.update(traceEvents=[]), "no event that lasts", ""),
@@ -58,11 +58,11 @@ def no_backward(trace: dict[str, Any]) -> None:
         (no_backward, "contains no training step", ""),
     ],
 )
-def test_damaged_traces(edit: Edit, what: str, where: str, folder: Path, tmp_path: Path) -> None:
+def test_damaged_traces(edit: Edit, message: str, where: str, folder: Path, tmp_path: Path) -> None:
     path = edited(folder, tmp_path, edit)
     with pytest.raises(ProfileError, match="trace") as caught:
         read_steps(path)
-    says_what_and_where(caught.value, path, what, where)
+    says_what_and_where(caught.value, path, message, where)
 
 
 def nodes(trace: dict[str, Any]) -> list[dict[str, Any]]:
@@ -76,23 +76,23 @@ def without_leaves(trace: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "what", "where"),
+    ("edit", "message", "where"),
     [
         (lambda trace: trace.pop("nodes"), "has no nodes", ""),
         (without_leaves, "recorded functions are not in the", ""),
     ],
 )
 def test_damaged_execution_traces(
-    edit: Edit, what: str, where: str, folder: Path, tmp_path: Path
+    edit: Edit, message: str, where: str, folder: Path, tmp_path: Path
 ) -> None:
     path = edited(folder, tmp_path, edit, "execution-0.json")
     with pytest.raises(ProfileError) as caught:
         read_steps(folder / "kineto-0.json", path)
-    says_what_and_where(caught.value, None if "recorded" in what else path, what, where)
+    says_what_and_where(caught.value, None if "recorded" in message else path, message, where)
 
 
-def says_what_and_where(error: ProfileError, path: Path | None, what: str, where: str) -> None:
-    assert what in error.what
+def says_what_and_where(error: ProfileError, path: Path | None, message: str, where: str) -> None:
+    assert message in error.what
     assert (
         error.where is not None
         and where in error.where

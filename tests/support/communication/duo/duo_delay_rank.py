@@ -19,10 +19,10 @@ WORDS, WIDTH, LENGTH = 64, 32, 8
 LAGS, BEGIN = 26, 80
 
 
-def compressed(model: nn.Module, way: str, optimizer: torch.optim.Optimizer) -> Any:
-    if way == "fp32":
+def compressed(model: nn.Module, method: str, optimizer: torch.optim.Optimizer) -> Any:
+    if method == "fp32":
         return None
-    duo = Duo(ZeroBit(), ahead=False) if way == "stays" else way
+    duo = Duo(ZeroBit(), ahead=False) if method == "stays" else method
     return compress(model, duo, optimizer=optimizer)
 
 

@@ -26,7 +26,7 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     errors: dict[str, Any] = {}
     says = partial(refusal, errors)
 
-    def training(**how: Any) -> tuple[Any, Any]:
+    def training() -> tuple[Any, Any]:
         model = parallel()
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -227,10 +227,10 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     training: Any = Training("duo4", "sgd", sharded=True).run(range(2))
     give = training.handle._optimized._reducer.give
 
-    def dies(*given: Any, **settings: Any) -> None:
+    def dies(*arguments: Any, **settings: Any) -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        give(*given, **settings)
+        give(*arguments, **settings)
 
     training.handle._optimized._reducer.give = dies
     try:

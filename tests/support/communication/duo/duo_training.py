@@ -47,9 +47,9 @@ class Training:
         scales: bool = False,
         sharded: bool | str = False,
         device: str = "cpu",
-        **how: Any,
+        **model_options: Any,
     ) -> None:
-        self.model = parallel(device=device, **how)
+        self.model = parallel(device=device, **model_options)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scaler = torch.amp.GradScaler(
             device, init_scale=8.0, growth_interval=2, enabled=scales
@@ -107,8 +107,8 @@ class Training:
 class Alone(Training):
     """Training with an FP32 sum in rank order, which is DistributedDataParallel for two ranks."""
 
-    def __init__(self, optimizer: str, **how: Any) -> None:
-        super().__init__(None, optimizer, **how)
+    def __init__(self, optimizer: str, **training_options: Any) -> None:
+        super().__init__(None, optimizer, **training_options)
         if distributed.get_world_size() > 2:
             self.handle = compress(self.model, "fp32")
 

@@ -66,10 +66,12 @@ def _gemm(
     bias: Any,
     out: Any,
     tf32: bool,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> GemmProblem:
-    return gemm_problem(GemmProduct(a, b.t() if turned else b, a_scale, b_scale, bias, out, tf32))
+    return gemm_problem(
+        GemmProduct(a, b.t() if transposed else b, a_scale, b_scale, bias, out, tf32)
+    )
 
 
-def _conv(a: torch.Tensor, b: torch.Tensor, *given: Any) -> ConvProblem:
-    return conv_problem(ConvProduct(a, b, *given))
+def _conv(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> ConvProblem:
+    return conv_problem(ConvProduct(a, b, *arguments))

@@ -129,8 +129,8 @@ def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, 
     planned: list[str] = []
     rewrite = compiling.rewrite
 
-    def watched(*given: Any, **named: Any) -> Any:
-        graph = rewrite(*given, **named)
+    def watched(*arguments: Any, **named: Any) -> Any:
+        graph = rewrite(*arguments, **named)
         notes = [operator.note for operator in graph.operators()]
         products = [
             product for n in notes if n.computed is not None for product in n.computed.products

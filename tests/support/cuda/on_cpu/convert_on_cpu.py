@@ -88,19 +88,19 @@ def expected(x: Tensor, kinds: tuple[str, str], scale: Tensor | None) -> Tensor:
     return values.to(DTYPES[kinds[1]])
 
 
-def assert_equal(found: Tensor, want: Tensor) -> None:
+def assert_equal(actual: Tensor, want: Tensor) -> None:
     """Assert equal bits; all NaN are equal."""
-    same = bits(found) == bits(want)
+    same = bits(actual) == bits(want)
     if want.is_floating_point():
-        same |= found.float().isnan() & want.float().isnan()
+        same |= actual.float().isnan() & want.float().isnan()
     places = (~same).nonzero()[:3].tolist()
-    assert not places, [(place, found[tuple(place)], want[tuple(place)]) for place in places]
+    assert not places, [(place, actual[tuple(place)], want[tuple(place)]) for place in places]
 
 
 def run(
     x: Tensor,
     kinds: tuple[str, str],
-    turned: bool,
+    transposed: bool,
     shape: tuple[int, int, int],
     scale: Tensor | None = None,
     offset: int = 0,
@@ -120,7 +120,7 @@ def run(
         batches=x.shape[0], rows=x.shape[1], columns=x.shape[2], ldx=x.stride(1),
         batch_stride=x.stride(0),
         y_batches=shape[0], y_rows=shape[1], y_columns=shape[2],
-        x_type=CONVERT_TYPES[kinds[0]], y_type=CONVERT_TYPES[kinds[1]], turned=turned,
+        x_type=CONVERT_TYPES[kinds[0]], y_type=CONVERT_TYPES[kinds[1]], turned=transposed,
         multiprocessors=multiprocessors,
     )  # fmt: skip
     kernel = library(kinds[0])

@@ -66,7 +66,7 @@ def run(
     a: Tensor,
     b: Tensor,
     shape: torch.Size,
-    **given: Tensor | int | None,
+    **kernel_arguments: Tensor | int | None,
 ) -> Tensor:
     """Return `d`.
 
@@ -83,9 +83,9 @@ def run(
     start = [memory.data_ptr() + 64 * memory.element_size() for memory in (*memories, d)]
     values = {
         name: value.data_ptr() if isinstance(value, Tensor) else value or 0
-        for name, value in given.items()
+        for name, value in kernel_arguments.items()
     }
-    scales = given.get("b_scale")
+    scales = kernel_arguments.get("b_scale")
     (pad_h, pad_w), (stride_h, stride_w), (dilation_h, dilation_w) = p.padding, p.stride, p.dilation
     arguments = ConvArguments(
         **{name: getattr(p, name) for name in "nhwckrspq"} | dict(zip("abd", start,

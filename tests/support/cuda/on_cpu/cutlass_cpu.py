@@ -264,11 +264,11 @@ def smallest(kinds: Iterable[tuple[tuple[object, ...], KernelConfig]]) -> list[K
 def covering(
     configs: Sequence[KernelConfig],
     facts: Callable[[KernelConfig], Iterable[object]],
-    beside: Sequence[KernelConfig] = (),
+    tested: Sequence[KernelConfig] = (),
 ) -> list[KernelConfig]:
-    """Return few kernels that, with `beside`, cover each property of all kernels (greedy)."""
+    """Return few kernels that, with `tested`, cover each property of all kernels (greedy)."""
     chosen: list[KernelConfig] = []
-    left = {fact for config in configs for fact in facts(config)}.difference(*map(facts, beside))
+    left = {fact for config in configs for fact in facts(config)}.difference(*map(facts, tested))
     while left:
         chosen.append(max(configs, key=lambda config: len(left.intersection(facts(config)))))
         left.difference_update(facts(chosen[-1]))
