@@ -173,7 +173,7 @@ def tell_of_shared_code(graph: PrecisionGraph, current: SourcePlace, options: Op
         return str(choice.precision) if choice else "no precision"
 
     for operator in graph.operators(Kind.ADJUSTABLE):
-        others = list(_alike(operator, current))
+        others = list(_ids_with_equal_code(operator, current))
         other = next((op_id for op_id in others if planned(op_id) != planned(operator.id)), None)
         if other is not None:
             break
@@ -193,7 +193,7 @@ def tell_of_shared_code(graph: PrecisionGraph, current: SourcePlace, options: Op
     warnings.warn_explicit(str(error), PlanWarning, code.co_filename, code.co_firstlineno)
 
 
-def _alike(operator: Operator, current: SourcePlace) -> Iterator[OpId]:
+def _ids_with_equal_code(operator: Operator, current: SourcePlace) -> Iterator[OpId]:
     """Yield the ids of an operator in other modules that may run its code."""
     compiled, root = current.module, current.root
     assert root is not None and compiled is not None

@@ -91,7 +91,7 @@ class Run:
         steps = self._steps(epoch)
         for done, loss in steps:
             if self.peak is None and done == _MEASURED:
-                self.peak = self._held() + measured_peak(lambda: next(steps, None))
+                self.peak = self._bytes_before_a_step() + measured_peak(lambda: next(steps, None))
             pipe.send(Step(self.name, epoch, done, loss))
             yield
         average_buffers(self.model)
@@ -128,7 +128,7 @@ class Run:
             total += loss.item()
             yield done, total / done
 
-    def _held(self) -> int:
+    def _bytes_before_a_step(self) -> int:
         """Return bytes before a step: parameters, buffers, optimizer state and DDP's buckets."""
         parameters = sum(parameter.nbytes for parameter in self.model.parameters())
         states = (value for state in self.optimizer.state.values() for value in state.values())

@@ -64,7 +64,7 @@ class _Casts:
 
     def __init__(self, graph: PrecisionGraph, options: InsertCasts, outer: _Casts | None) -> None:
         self.graph, self.options = graph, options
-        self.own = {node: _plain_type(graph.value(node)) for node in graph.nodes}
+        self.dtypes = {node: _plain_type(graph.value(node)) for node in graph.nodes}
         self.values = {node: graph.value(node) for node in graph.nodes}
         self.streams: RandomStreams = RandomStreams()
         outer_memory: dict[fx.Node, Places] = {}
@@ -223,7 +223,7 @@ class _Casts:
 
     def _substitute(self, new: fx.Node, node: fx.Node) -> None:
         """Treat a new node as the original `node` from here on: same dtype and memory."""
-        self.own[new], self.values[new] = self.own[node], self.values[node]
+        self.dtypes[new], self.values[new] = self.dtypes[node], self.values[node]
         self.memory.put(new, instead_of=node)
 
     def _shared(self, before: fx.Node, used: fx.Node, dtype: torch.dtype | None) -> fx.Node:
@@ -311,7 +311,7 @@ class _Casts:
         for key in source.meta.keys() & {"stack_trace", "nn_module_stack"}:
             new.meta[key] = source.meta[key]
         self.graph.propagate(new)
-        self.own.setdefault(new, self.own.get(source))
+        self.dtypes.setdefault(new, self.dtypes.get(source))
         self.values.setdefault(new, self.values.get(source))
 
     def _cast_outputs(self, output: fx.Node) -> None:
@@ -326,7 +326,7 @@ class _Casts:
         repeated: dict[fx.Node, fx.Node] = {}
 
         def restored(used: fx.Node) -> fx.Node:
-            owned, value = self.own.get(used), self.graph.value(used)
+            owned, value = self.dtypes.get(used), self.graph.value(used)
             alone = all(sharers[place] == 1 for place in self.memory.of(used))
             if alone or owned is None or not is_float(value) or value.dtype is owned:
                 return self._shared(output, used, owned)

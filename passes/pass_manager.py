@@ -218,7 +218,7 @@ def run(
         PassError: a pass failed, or broke a rule of the verifier.
     """
     passed, changed = after, tuple[str, ...]()
-    with graph.context.there():
+    with graph.context.on_target():
         for step in passes:
             before = None if _is_ours(step) else GraphSnapshot.of(graph)
             for instrument in instruments:

@@ -190,7 +190,7 @@ def attached(graph: PrecisionGraph, tensor: Tensor) -> fx.Node:
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.graph.inserting_before(first):
         result = graph.graph.get_attr(name)
-    return _held(graph, result, fake)
+    return _parameter_node(graph, result, fake)
 
 
 def adopted(graph: PrecisionGraph, node: fx.Node, tensor: Tensor) -> fx.Node:
@@ -205,7 +205,7 @@ def adopted(graph: PrecisionGraph, node: fx.Node, tensor: Tensor) -> fx.Node:
             path, _, last = name.rpartition(".")
             delattr(module.get_submodule(path), last)
         return result
-    return _held(graph, node, _fake(graph, tensor))
+    return _parameter_node(graph, node, _fake(graph, tensor))
 
 
 def _fake(graph: PrecisionGraph, tensor: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def _fake(graph: PrecisionGraph, tensor: Tensor) -> Tensor:
     return mode.from_tensor(tensor, static_shapes=True)
 
 
-def _held(graph: PrecisionGraph, node: fx.Node, fake: Any) -> fx.Node:
+def _parameter_node(graph: PrecisionGraph, node: fx.Node, fake: Any) -> fx.Node:
     if hasattr(graph.module, "_param_name_to_source"):
         # AOTAutograd requires Dynamo's source of each parameter. Dynamo has none for this one and
         # installs no guard on it.

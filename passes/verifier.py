@@ -140,7 +140,7 @@ def _after_own_cast(node: fx.Node) -> fx.Node:
 @_rule("results have the strides that the model was traced with", since="insert_casts")
 def _keeps_strides(graph: PrecisionGraph) -> Iterator[Broken]:
     # Readers may depend on them: tracing drops a `contiguous()` that changes no strides.
-    written = graph.whole.written
+    written = graph.top_level.written
     if written is None:
         return
     traced = {str(item.id): item.graph.value(item.node) for item in written.operators()}
@@ -274,7 +274,7 @@ def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
 
 @_rule("the graph has no format that the device does not compile", since="lower")
 def _is_compiled(graph: PrecisionGraph) -> Iterator[Broken]:
-    written = graph.whole.written
+    written = graph.top_level.written
     if written is None:
         return
     live = {fmt for part in written.walk() for node in part.nodes for fmt in _formats(part, node)}

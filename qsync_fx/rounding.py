@@ -94,7 +94,7 @@ class RoundingStream:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seed: int | None = None
-        self._seen: int | None = None
+        self._torch_seed: int | None = None
         self._draws = 0
 
     @untraced
@@ -130,19 +130,19 @@ class RoundingStream:
             )
         with self._lock:
             self._seed, self._draws = numbers["seed"], numbers["draws"]
-            self._seen = _seed_of_torch()
+            self._torch_seed = _seed_of_torch()
 
     @untraced
     def restart(self) -> None:
         """Restart the stream from torch's seed."""
         with self._lock:
-            self._seen = None
+            self._torch_seed = None
 
     def _notice(self) -> int:
         """Restart the stream if torch's seed has changed; return the seed of the stream."""
         now = _seed_of_torch()
-        if self._seed is None or now != self._seen:
-            self._seed, self._draws, self._seen = now, 0, now
+        if self._seed is None or now != self._torch_seed:
+            self._seed, self._draws, self._torch_seed = now, 0, now
         return self._seed
 
 

@@ -1,4 +1,4 @@
-"""Naming rules of the project, for variables, classes, files and folders.
+"""Naming rules of the project, for variables, functions, classes, files and folders.
 
 A name is a noun or a verb for the value, the class or the file. The lists below exclude words
 without information, such as `found`, `kept` or `at`.
@@ -92,6 +92,27 @@ def test_local_variables_and_parameters_say_what_they_are(folders: str) -> None:
     assert _places(folders, frozenset({"function"})) == []
 
 
+@pytest.mark.parametrize("folders", ["product", "benchmarks"])
+def test_functions_and_attributes_say_what_they_are(folders: str) -> None:
+    # `graph.at(batch=8)` is clear, and `what` of an error is public.
+    names = NO_VARIABLES - {"at", "what"}
+    assert [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
+        for path in NAMED[folders]
+        for node, name in _functions_and_attributes(ast.parse(path.read_text()))
+        if name.lstrip("_") in names
+    ] == []
+
+
+def _functions_and_attributes(tree: ast.AST) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    """Yield the definitions of functions, and the assignments to attributes such as `self.x`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node, node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node, node.attr
+
+
 @pytest.mark.parametrize("folders", NAMED)
 def test_fields_with_uninformative_names_do_not_increase(folders: str) -> None:
     places = _places(folders, frozenset({"class", "module"}))
@@ -104,6 +125,9 @@ def test_planted_names_are_reported() -> None:
     )
     assert uninformative(source, frozenset({"function"})) == [(4, "how"), (5, "found"), (5, "one")]
     assert uninformative(source, frozenset({"class"})) == [(2, "at")]
+    source = "class Kept:\n    def held(self):\n        self.own = ctx.how = 1\n"
+    names = [name for _, name in _functions_and_attributes(ast.parse(source))]
+    assert names == ["held", "own", "how"]
     assert _words("KeptPlan") & NO_CLASSES_OR_FILES == {"kept"}
 
 

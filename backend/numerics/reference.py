@@ -61,7 +61,7 @@ def _draw(like: Tensor, seed: Tensor, stream: int, rounding: Rounding) -> Tensor
     return uniform(like, seed, stream) if rounding == "stochastic" else None
 
 
-def _whole(t: Tensor, rounding: Rounding, random: Tensor | None) -> Tensor:
+def _to_integers(t: Tensor, rounding: Rounding, random: Tensor | None) -> Tensor:
     """Round to integers; `random` is None unless rounding is stochastic."""
     if rounding == "nearest":
         return t.round()
@@ -84,10 +84,10 @@ def to_grid(value: Tensor, row: Precision, rounding: Rounding, random: Tensor | 
     the fraction of a small negative value is rounded to the 2**-24 resolution of `random`.
     """
     if row.kind == "integer":
-        return _whole(value, rounding, random).clamp(-row.max, row.max)
+        return _to_integers(value, rounding, random).clamp(-row.max, row.max)
     wide = value.double()
     step = _step(wide, row)
-    rounded = (_whole(wide / step, rounding, random) * step).clamp(-row.max, row.max).float()
+    rounded = (_to_integers(wide / step, rounding, random) * step).clamp(-row.max, row.max).float()
     # Preserve the sign of zero.
     return rounded.copysign(value)
 

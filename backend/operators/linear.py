@@ -307,7 +307,7 @@ def contract(value: ProductArguments, equation: str, order: Sequence[int]) -> Te
     item, other = factors.split(",")
     c = Contraction((item, other), result, (0, 1))
     sizes = dict(zip(item + other, (*value.x.shape, *value.weight.shape), strict=True))
-    a, b = (c.batch, c.own(0), c.summed), (c.batch, c.own(1), c.summed)
+    a, b = (c.batch, c.unshared(0), c.summed), (c.batch, c.unshared(1), c.summed)
     as_a_layer = value._replace(
         x=_arranged(value.x, item, a),
         weight=_arranged(value.weight, other, b, columns=True),
@@ -316,7 +316,7 @@ def contract(value: ProductArguments, equation: str, order: Sequence[int]) -> Te
         wq=_arranged(value.wq, other, b, columns=True),
         w_scale=_arranged(value.w_scale, other, b, columns=True),
     )
-    made = c.batch + c.own(0) + c.own(1)
+    made = c.batch + c.unshared(0) + c.unshared(1)
     y = linear(as_a_layer).reshape([sizes[letter] for letter in made])
     return in_order(y.permute([made.index(letter) for letter in result]), order)
 
@@ -426,7 +426,7 @@ def _contraction(node: fx.Node) -> Contraction | str:
     weight = result.places.index(row.scaled[1])
     if why := result.unfit(weight):
         return why
-    return result if weight else result.turned
+    return result if weight else result.swapped
 
 
 def _refuses(node: fx.Node) -> str | None:
@@ -445,7 +445,7 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
         return without_narrow_unit(node, _row(node), fmt, context, _emit, keep)
     rows, channels, summed = (
         extent(result.sizes[letter] for letter in letters)
-        for letters in (result.own(0), result.own(1), result.summed)
+        for letters in (result.unshared(0), result.unshared(1), result.summed)
     )
     if fmt.scaled and (why := cpu_kernels.without_unit(context.device)) is not None:
         return why

@@ -28,7 +28,7 @@ from qsync_fx.predictor.replayer.cluster import TRANSPORTS
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
-from benchmarks.communication.ranks import found_by, told
+from benchmarks.communication.ranks import found_by, requested_job
 from benchmarks.communication.reductions import HALF, PLAIN, Reduction, reductions
 from benchmarks.support.harness import Row, arguments, by_size, finish
 
@@ -50,7 +50,7 @@ TORCH = {PLAIN: 4, HALF: 2}
 
 
 def main() -> None:
-    if (job := told()) is not None:
+    if (job := requested_job()) is not None:
         rank(job)
         return
     options = arguments(

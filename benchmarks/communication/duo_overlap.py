@@ -27,7 +27,7 @@ from qsync_fx.distributed import compress
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
-from benchmarks.communication.ranks import found_by, told
+from benchmarks.communication.ranks import found_by, requested_job
 from benchmarks.support.harness import Row, arguments, by_size, finish
 
 RATE = "100mbit"
@@ -38,7 +38,7 @@ SAMPLES, INPUTS, WIDTH, CLASSES = 256, 784, 1024, 10
 
 
 def main() -> None:
-    if (job := told()) is not None:
+    if (job := requested_job()) is not None:
         rank(job)
         return
     options = arguments(

@@ -34,7 +34,7 @@ from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, travel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
-from benchmarks.communication.ranks import found_by, told
+from benchmarks.communication.ranks import found_by, requested_job
 from benchmarks.communication.reductions import Reduction, reductions
 from benchmarks.support.harness import Row, arguments, by_size, finish
 
@@ -45,7 +45,7 @@ CODECS = ("qsgd8", "qsgd4", "1bit*", "fp16")
 
 
 def main() -> None:
-    if (job := told()) is not None:
+    if (job := requested_job()) is not None:
         rank(job)
         return
     options = arguments(

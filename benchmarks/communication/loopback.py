@@ -34,7 +34,7 @@ from qsync_fx.timeline.replay_plans import NONE, best, paying, rates
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.communication.ranks import found_by, told
+from benchmarks.communication.ranks import found_by, requested_job
 from benchmarks.predictor.ddp_accuracy import Called, timed, training as planned
 from benchmarks.predictor.replay_accuracy import CASES, QUICK, Case
 from benchmarks.support.harness import Row, arguments, by_size, finish, selected
@@ -45,7 +45,7 @@ FORMAT = "fp32"
 
 
 def main() -> None:
-    if (job := told()) is not None:
+    if (job := requested_job()) is not None:
         rank(job)
         return
     options = arguments(
@@ -60,7 +60,7 @@ def main() -> None:
             "quick": options.quick,
             "rounds": by_size(options.quick, 2, options.rounds),
         }
-        rows += judged(name, found_by(__file__, job, RANKS, None, seconds=3600))
+        rows += prediction_rows(name, found_by(__file__, job, RANKS, None, seconds=3600))
     finish(options, rows, by="case")
 
 
@@ -104,7 +104,7 @@ def training(case: Case, codec: str) -> Callable[[], None]:
     return planned(case, Plan.uniform(FORMAT), bucket_mib=None, sends=sends)
 
 
-def judged(name: str, results: Sequence[Mapping[str, Any]]) -> list[Row]:
+def prediction_rows(name: str, results: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return rows with the predicted and measured step of each codec."""
     profiles = {
         f"rank {rank_index}": PROFILE.decode(result["profile"])

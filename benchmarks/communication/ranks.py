@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.communication import links
 
 
-def told() -> dict[str, Any] | None:
+def requested_job() -> dict[str, Any] | None:
     """Return the job of this process if `found_by` started it as a rank, else None."""
     job: dict[str, Any] | None = None
     if len(sys.argv) > 2 and sys.argv[1] == "--rank":

@@ -96,7 +96,7 @@ def rows_of(p: ConvProblem, options: argparse.Namespace) -> list[Row]:
             "to_cudnn": 1 / times.ratio(name, "cuDNN bf16"),
         }
         if name.startswith("qsync"):
-            row |= {"tuned": tuned(p, options.device)} | GATE.judged(row["to_cudnn"])
+            row |= {"tuned": tuned(p, options.device)} | GATE.columns(row["to_cudnn"])
         rows.append(row)
     return rows + errors(shown(p), failed)
 

@@ -144,7 +144,7 @@ def product_rows(case: str, shape: Shape, options: argparse.Namespace) -> list[R
 
 def judged_product(case: str, name: str, tflops: float, times: Times) -> dict[str, Any]:
     if case == LARGE and name == "CUTLASS bf16":
-        return BF16_KERNEL.judged(1 / times.ratio(name, "F.linear bf16"))
+        return BF16_KERNEL.columns(1 / times.ratio(name, "F.linear bf16"))
     if case == LARGE and name in ("CUTLASS int8", "CUTLASS fp8"):
         peers = [
             peer
@@ -152,9 +152,9 @@ def judged_product(case: str, name: str, tflops: float, times: Times) -> dict[st
             if peer.startswith("_int_mm" if name.endswith("int8") else "_scaled_mm")
         ]
         ahead = min((1 / times.ratio(name, peer) for peer in peers), default=1.0)
-        return NARROW_KERNEL.judged(min(tflops / 1100, ahead))
+        return NARROW_KERNEL.columns(min(tflops / 1100, ahead))
     if name.startswith("qsync"):
-        return GATE.judged(1 / times.ratio(name, "F.linear bf16"))
+        return GATE.columns(1 / times.ratio(name, "F.linear bf16"))
     return {}
 
 
@@ -228,9 +228,9 @@ def layer_rows(case: str, shape: Shape, options: argparse.Namespace) -> list[Row
             }
             row |= {"tflops": products * 2 * m * n * k / seconds / 1e12, "to_bf16": faster}
             if products == 3 and case == LARGE and name == "qsync int8_grad":
-                row |= INT8_STEP.judged(faster)
+                row |= INT8_STEP.columns(faster)
             elif name in ("qsync int8", "qsync int8_grad", "qsync fp8"):
-                row |= GATE.judged(faster)
+                row |= GATE.columns(faster)
             rows.append(row)
         rows += errors(f"{case}, {pass_name}", failed)
     return rows

@@ -33,7 +33,7 @@ from qsync_fx.backend.cuda.problem import Problem
 from qsync_fx.backend.cuda.problem.problem import ConvProduct, GemmProduct
 from qsync_fx.backend.cuda.runtime.device_state import environment, known_of
 from qsync_fx.backend.cuda.runtime.event_timer import call_of
-from qsync_fx.backend.cuda.selection.select import way
+from qsync_fx.backend.cuda.selection.select import dispatch_path
 
 Call = Callable[[], object]
 
@@ -53,7 +53,7 @@ class Target:
     least: float | None = None
     most: float | None = None
 
-    def judged(self, value: float | None) -> dict[str, Any]:
+    def columns(self, value: float | None) -> dict[str, Any]:
         """Return the columns "target" and "met"; "met" is None without a value."""
         met = None
         if value is not None:
@@ -224,7 +224,7 @@ def best(problem: Problem, device: torch.device) -> tuple[KernelConfig, Problem]
     profile = known_of(device)
     if profile.arch is None:
         return None
-    configuration = way(problem, profile.arch)
+    configuration = dispatch_path(problem, profile.arch)
     if isinstance(configuration, str):
         return None
     seconds: Mapping[str, float] = {}

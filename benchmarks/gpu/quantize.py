@@ -92,11 +92,11 @@ def rows_of(case: str, x: Tensor, fmt: str, band: str, options: argparse.Namespa
             row |= {"gb_s": rate[name] / 1e9, "of_copy": rate[name] / rate["copy"]}
         row["to_pytorch"] = 1 / times.ratio(name, "PyTorch")
         if name == "qsync::quantize":
-            rows.append(row | BANDWIDTH.judged(row["of_copy"]))
+            rows.append(row | BANDWIDTH.columns(row["of_copy"]))
             rows.append(
                 {"case": case, "name": name, "what": "sequence", "to_pytorch": row["to_pytorch"]}
             )
-            rows[-1] = dict(rows[-1]) | SEQUENCE.judged(row["to_pytorch"])
+            rows[-1] = dict(rows[-1]) | SEQUENCE.columns(row["to_pytorch"])
         else:
             rows.append(row)
     return rows + errors(case, failed)
@@ -173,7 +173,7 @@ def rows_of_copies(case: str, copied: Copied, options: argparse.Namespace) -> li
         if "PyTorch" not in failed:
             row["to_pytorch"] = 1 / times.ratio(name, "PyTorch")
         if name == "qsync::convert":
-            row |= BANDWIDTH.judged(row["of_copy"])
+            row |= BANDWIDTH.columns(row["of_copy"])
         rows.append(row)
     return rows + errors(case, failed)
 

@@ -191,7 +191,7 @@ def measured(case: str, rows: Rows, options: argparse.Namespace) -> None:
             share = None
             if peak_bytes is not None and bf16 is not None:
                 share = peak_bytes / bf16
-            row |= LESS_MEMORY.judged(share)
+            row |= LESS_MEMORY.columns(share)
         rows.add(row)
     if "qsync int8" in steps and "qsync fp16" in seconds and options.device.type == "cuda":
         try:
@@ -202,7 +202,7 @@ def measured(case: str, rows: Rows, options: argparse.Namespace) -> None:
         part = took / seconds["qsync fp16"]
         rows.add(
             {"case": case, "name": "quantizing", "milliseconds": took * 1e3, "of_fp16": part}
-            | OVERHEAD.judged(part)
+            | OVERHEAD.columns(part)
         )
 
 

@@ -48,11 +48,11 @@ def wide(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def step(
     function: Attention, batch: int, heads: int, tokens: int, width: int
 ) -> Callable[[], object]:
-    def lying(gradient: bool) -> Tensor:
+    def operand(gradient: bool) -> Tensor:
         rows = torch.randn(batch, tokens, heads * width).bfloat16()
         return rows.view(batch, tokens, heads, width).transpose(1, 2).requires_grad_(gradient)
 
-    operands, back = [lying(True) for _ in range(3)], lying(False)
+    operands, back = [operand(True) for _ in range(3)], operand(False)
     return lambda: torch.autograd.grad(function(*operands), operands, back)
 
 

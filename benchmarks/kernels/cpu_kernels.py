@@ -212,7 +212,7 @@ def convolution_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
                     f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride "
                     f"{stride}"
                 )
-                rows += told(
+                rows += rows_of(
                     case, name, measure(compared, repeats, clock=clock(threads)), work, peak
                 )
     return rows
@@ -222,7 +222,7 @@ def grouped_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     rows: list[Row] = []
     for case, work, compared in grouped_convolutions.layers(quick):
         for name, variants in compared.items():
-            rows += told(case, name, measure(variants, repeats, clock=clock(threads)), work, 1.0)
+            rows += rows_of(case, name, measure(variants, repeats, clock=clock(threads)), work, 1.0)
     return rows
 
 
@@ -230,7 +230,7 @@ def clock(threads: int) -> Callable[[], float]:
     return clock_for(threads)
 
 
-def told(case: str, label: str, times: Times, work: float, peak: float) -> list[Row]:
+def rows_of(case: str, label: str, times: Times, work: float, peak: float) -> list[Row]:
     return [
         {
             "case": case,
@@ -253,7 +253,7 @@ def product_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
             for name, compared in cases(count, channels, inner).items():
                 work = 2 * count * channels * inner * (3 if name == "layer" else 1)
                 times = measure(compared, repeats, clock=clock(threads))
-                rows += told(f"{count}x{channels}x{inner}", name, times, work, peak)
+                rows += rows_of(f"{count}x{channels}x{inner}", name, times, work, peak)
     return rows
 
 
@@ -261,7 +261,7 @@ def small_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     rows: list[Row] = []
     for shape in by_size(quick, SMALL[:1], SMALL):
         layer = measure(cases(*shape)["layer"], repeats, clock=clock(threads))
-        rows += told(
+        rows += rows_of(
             "x".join(map(str, shape)),
             "layer",
             layer,

@@ -76,8 +76,8 @@ def rows_of(arch: Arch, units: list[TranslationUnit], repeats: int) -> list[Row]
                 seconds.append(pool.submit(loaded, units, folder).result())
     milliseconds = 1000 * statistics.median(seconds)
     return [
-        case | {"what": "first compile, s", "value": compiled} | COMPILE.judged(compiled),
-        case | {"what": "from the cache, ms", "value": milliseconds} | LOAD.judged(milliseconds),
+        case | {"what": "first compile, s", "value": compiled} | COMPILE.columns(compiled),
+        case | {"what": "from the cache, ms", "value": milliseconds} | LOAD.columns(milliseconds),
     ]
 
 

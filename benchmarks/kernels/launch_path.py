@@ -166,7 +166,7 @@ def main() -> None:
                     "to_mm": times.ratio(path, "torch.mm"),
                 }
                 if path == "a call":
-                    row |= MOST.judged(took)
+                    row |= MOST.columns(took)
                 rows.append(row)
     finish(options, rows)
 

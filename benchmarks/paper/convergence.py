@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from models import ResNet
 
-from benchmarks.paper.support.experiment import OPTIONS, Experiment, beside
+from benchmarks.paper.support.experiment import OPTIONS, Experiment, points_above
 from benchmarks.paper.support.images import QUICK, Images, Network, Size, Trainer
 from benchmarks.support.harness import arguments, by_size, selected, show
 
@@ -55,7 +55,7 @@ def main() -> None:
             partial(Trainer, DEMO, images, [plan], [images.size.batch], **rounding),
         )
         baseline = baseline or accuracies["each"]
-        experiment.add({"format": name, **accuracies, **beside(accuracies["each"], baseline)})
+        experiment.add({"format": name, **accuracies, **points_above(accuracies["each"], baseline)})
     show(experiment.rows)
 
 

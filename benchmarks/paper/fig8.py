@@ -42,7 +42,7 @@ def mean(sensitivity: Sensitivity, first: int, last: int) -> list[float]:
     ]
 
 
-def kept(sensitivity: Sensitivity) -> float:
+def rank_correlation(sensitivity: Sensitivity) -> float:
     ranks = [list(step.values()) for step in ordered(sensitivity)]
     return statistics.fmean(spearman(a, b) for a, b in pairwise(ranks))
 
@@ -71,7 +71,7 @@ def case(name: str, updates: int) -> tuple[list[Row], list[Row]]:
                 "case": name,
                 "method": estimate.method,
                 "updates": updates,
-                "kept": kept(estimate),
+                "kept": rank_correlation(estimate),
                 "early": early,
             }
         )

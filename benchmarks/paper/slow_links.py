@@ -28,7 +28,7 @@ from qsync_fx.distributed import compress
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
-from benchmarks.communication.ranks import found_by, told
+from benchmarks.communication.ranks import found_by, requested_job
 from benchmarks.paper.support.experiment import OPTIONS, deviation
 from benchmarks.paper.support.images import QUICK, Images, Size, evaluated
 from benchmarks.paper.support.run_cache import RunCache
@@ -44,7 +44,7 @@ SHORT = 0.005
 
 
 def main() -> None:
-    if (job := told()) is not None:
+    if (job := requested_job()) is not None:
         rank(job)
         return
     options = arguments(

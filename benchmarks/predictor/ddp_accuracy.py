@@ -40,7 +40,7 @@ from qsync_fx import Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.predictor.ddp_judging import BUCKET_MIB, RANKS, REFERENCE, judged
+from benchmarks.predictor.ddp_judging import BUCKET_MIB, RANKS, REFERENCE, prediction_rows
 from benchmarks.predictor.replay_accuracy import CASES, PRECISIONS, QUICK, Case, mixed_plans
 from benchmarks.support.harness import Row, arguments, by_size, finish, folder as made, selected
 
@@ -85,7 +85,7 @@ def main() -> None:
             if all(
                 (Path(folder) / f"rank-{rank_index}.json").exists() for rank_index in range(RANKS)
             ):
-                rows += judged(name, Path(folder))
+                rows += prediction_rows(name, Path(folder))
                 continue
             job = {
                 "case": name,
@@ -102,7 +102,7 @@ def main() -> None:
             ]
             if any(process.wait() for process in running):
                 raise SystemExit(f"{name}: a rank failed")
-            rows += judged(name, Path(folder))
+            rows += prediction_rows(name, Path(folder))
     finish(options, rows, by="case")
 
 

@@ -84,7 +84,7 @@ class Pace:
     busy: float
 
 
-def judged(name: str, folder: Path) -> list[Row]:
+def prediction_rows(name: str, folder: Path) -> list[Row]:
     """Return rows with the prediction errors of each predictor."""
     results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
     profiles = {
@@ -96,7 +96,7 @@ def judged(name: str, folder: Path) -> list[Row]:
         for both in zip(*(result["plans"] for result in results), strict=True)
     ]
     rounds = range(len(results[0]["turns"]))
-    observed = seen(results, rounds)
+    observed = times_of_rounds(results, rounds)
     middle = pace(observed, profiles)
     rows: list[Row] = []
     for variant in WAYS:
@@ -125,7 +125,7 @@ def judged(name: str, folder: Path) -> list[Row]:
                 "pace": [result.slowdown for result in each],
             }
         rows.append(row)
-    halves = [seen(results, rounds[first::2]) for first in (0, 1)]
+    halves = [times_of_rounds(results, rounds[first::2]) for first in (0, 1)]
     apart = [
         dict(enumerate(ratios(pairs, profiles, half, pace(half, profiles), REPLAYED)))
         for half in halves
@@ -142,7 +142,7 @@ def judged(name: str, folder: Path) -> list[Row]:
     return [*rows, floor]
 
 
-def seen(results: Sequence[Mapping[str, Any]], rounds: Sequence[int]) -> RankTimes:
+def times_of_rounds(results: Sequence[Mapping[str, Any]], rounds: Sequence[int]) -> RankTimes:
     """Return the times of some rounds."""
     steps = [
         [UniformMeasurement(*step) for index in rounds for step in rank["known"][index]]

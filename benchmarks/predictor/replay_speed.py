@@ -62,7 +62,7 @@ class Incremental:
     ) -> None:
         rest = np.cumsum(transfer[::-1])[::-1]
         counts = np.asarray(done_after, dtype=int)
-        ready = whole(seconds, counts)
+        ready = ready_times(seconds, counts)
         # The end of the backward pass counts as a last bucket without transfer.
         self._late = (
             np.concatenate([ready + rest, seconds.sum(axis=-1, keepdims=True)], axis=-1)
@@ -89,7 +89,7 @@ class Incremental:
         return float(max(owned, self._others))
 
 
-def whole(seconds: Array, done_after: Sequence[int] | Array) -> Array:
+def ready_times(seconds: Array, done_after: Sequence[int] | Array) -> Array:
     """Return the time at which each bucket is ready, (..., buckets), from the entries before it.
 
     Args:
@@ -117,7 +117,7 @@ def main() -> None:
         optimizer = random.random(devices) * 1e-2
 
         def run() -> Array:
-            ready = whole(seconds, done_after)
+            ready = ready_times(seconds, done_after)
             return iteration(ready, transfer, ready[..., -1], optimizer)
 
         return run

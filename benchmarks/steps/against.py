@@ -91,13 +91,15 @@ def main() -> None:
                 counts = dict.fromkeys(counts, 2)
             times = measured(name, precision, pythons, counts, options.processes)
             for kind, pairs in times.items():
-                row = {"case": name, "precision": precision, "what": kind, **judged(pairs)}
+                row = {"case": name, "precision": precision, "what": kind, **median_ratio(pairs)}
                 rows.append(row)
                 print(row, flush=True)
             if options.json:
-                done = {_what(row) for row in rows}
+                done = {_row_key(row) for row in rows}
                 other_rows = [
-                    row for row in standing(options.json, options.quick) if _what(row) not in done
+                    row
+                    for row in standing(options.json, options.quick)
+                    if _row_key(row) not in done
                 ]
                 write_json(
                     options.json,
@@ -126,7 +128,7 @@ def measured(
     return times
 
 
-def _what(row: Mapping[str, object]) -> tuple[object, ...]:
+def _row_key(row: Mapping[str, object]) -> tuple[object, ...]:
     return row["case"], row["precision"], row["what"]
 
 
@@ -199,7 +201,7 @@ def turns(both: dict[str, Served], case: str, count: int) -> dict[str, list[floa
     return times
 
 
-def judged(pairs: list[dict[str, list[float]]]) -> dict[str, object]:
+def median_ratio(pairs: list[dict[str, list[float]]]) -> dict[str, object]:
     """Return the median ratio over pairs of processes, of the median ratio of adjacent runs."""
     draw = random.Random(0)
     ratios = [

@@ -45,7 +45,7 @@ def variants(case: Case) -> dict[str, Variant]:
     return result
 
 
-def held(run: Callable[[], object]) -> tuple[int, int]:
+def retained_and_peak(run: Callable[[], object]) -> tuple[int, int]:
     """Return the bytes after `run`, including its result, and the peak bytes."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         output = run()
@@ -79,9 +79,9 @@ def measured(case: Case, variant: Variant) -> tuple[int, int]:
     with without_kernels():
         step()
         tensors: list[Tensor] = []
-        saved, _ = held(lambda: tensors.append(forward()))
+        saved, _ = retained_and_peak(lambda: tensors.append(forward()))
         tensors.clear()
-        _, peak = held(step)
+        _, peak = retained_and_peak(step)
     return saved, peak
 
 

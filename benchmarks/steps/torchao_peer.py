@@ -46,7 +46,7 @@ def _torchao() -> tuple[Any, Any] | None:
 def _converted(
     dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def one(value: Any) -> Any:
+    def converted(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
+    return tuple(map(converted, args)), {name: converted(value) for name, value in kwargs.items()}

@@ -203,7 +203,7 @@ def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any
     Earlier rows of the same machine are replaced; runs of other machines stay under "others".
     """
     content = {
-        "machine": {**_here(), "kernels": _C.isa(), "load": os.getloadavg()[0]},
+        "machine": {**_this_machine(), "kernels": _C.isa(), "load": os.getloadavg()[0]},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -225,7 +225,7 @@ def standing(path: Path, quick: bool = False, all_machines: bool = False) -> lis
 
     With `all_machines`, rows of other machines follow, and each row has the kernels of its machine.
     """
-    machine = _machine({"machine": _here(), "quick": quick})
+    machine = _machine({"machine": _this_machine(), "quick": quick})
     result = []
     for run in _runs(path):
         metadata = {"date": run["date"][:10]}
@@ -236,7 +236,7 @@ def standing(path: Path, quick: bool = False, all_machines: bool = False) -> lis
     return result
 
 
-def _here() -> dict[str, Any]:
+def _this_machine() -> dict[str, Any]:
     """Return the description of this machine."""
     processor = cpu()
     return {

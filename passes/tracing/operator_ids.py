@@ -127,7 +127,7 @@ def identify_new(
             near_id, region = near.id, near.autocast
         if isinstance(region, Precision):
             region = format_of(graph.value(node)) or region
-        op_id, kind = graph.whole.numbers.put_in(near_id, f"{by}.{name}"), Kind.FIXED
+        op_id, kind = graph.top_level.numbers.put_in(near_id, f"{by}.{name}"), Kind.FIXED
         if row is not None:
             kind = row.kind
         _note(node, OperatorInfo(op_id, kind, "", row, autocast=region, by=by, change=settings))

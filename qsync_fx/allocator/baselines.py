@@ -237,7 +237,7 @@ def _by_speed(
             break
         visited.append(now)
         speed = {name: batch / speeds.seconds(name, batch) for name, batch in now.items()}
-        now = _whole(_proportional(speed, counts, samples, least), counts, samples, least)
+        now = _integer_batches(_proportional(speed, counts, samples, least), counts, samples, least)
     return min(
         visited, key=lambda result: (_off(result, counts, samples), _slowest(speeds, result))
     )
@@ -264,7 +264,7 @@ def _proportional(
     return result
 
 
-def _whole(
+def _integer_batches(
     shares: Mapping[str, float], counts: Mapping[str, int], samples: int, least: int
 ) -> dict[str, int]:
     """Return integer batches with a total as near as possible to `samples`, then to the shares."""

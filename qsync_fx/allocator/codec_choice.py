@@ -108,7 +108,7 @@ def options_of(
 ) -> CodecOptions:
     """Return the cost of each codec for each bucket; raise `ProfileError` if it is unknown."""
     cluster, coding = problem.cluster, problem.coding
-    alone, alone_delays = _taken(cluster, buckets)
+    alone, alone_delays = _transfer_times(cluster, buckets)
     if coding is None or not buckets:
         return CodecOptions(alone, alone_delays)
     by_path = {parameter.path: parameter for parameter in parameters}
@@ -129,7 +129,7 @@ def options_of(
             SimulatedBucket(bucket.parameters, bucket.nbytes, item.nbytes, item)
             for item in table.values()
         ]
-        transfer, delayed = _taken(cluster, sent)
+        transfer, delayed = _transfer_times(cluster, sent)
         seconds.append(dict(zip(table, transfer, strict=True)))
         delays.append(dict(zip(table, delayed, strict=True)))
         variance.append({codec: _variance(problem, large, codec) for codec in coding.codecs})
@@ -146,7 +146,7 @@ def options_of(
     )
 
 
-def _taken(
+def _transfer_times(
     cluster: Cluster, buckets: Sequence[SimulatedBucket]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return per bucket the transfer seconds and the seconds by which it delays computation."""
@@ -179,11 +179,13 @@ def _of_gradient(problem: Problem, paths: Sequence[str], codec: str) -> float:
     mean = 0.0
     for name, part in problem.classes.items():
         share = problem.weight(name) * problem.cluster.ranks
-        mean += share * sum(_known(part.sensitivity.gradients, path, codec) for path in paths)
+        mean += share * sum(
+            _codec_variance(part.sensitivity.gradients, path, codec) for path in paths
+        )
     return mean
 
 
-def _known(gradients: Mapping[str, Mapping[str, float]], path: str, codec: str) -> float:
+def _codec_variance(gradients: Mapping[str, Mapping[str, float]], path: str, codec: str) -> float:
     by = gradients.get(path)
     if by is None:
         message = f"the variance of codecs for the gradient of {shown(path)} is unknown"

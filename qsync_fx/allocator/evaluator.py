@@ -23,7 +23,7 @@ from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper, scheduled
 from qsync_fx.predictor.cost_mapper.plan_states import States, states
 from qsync_fx.predictor.cost_mapper.times import ANYBODY, Beside, Schedule, Seconds, Times
 from qsync_fx.predictor.memory.backward import Backward, recomputed
-from qsync_fx.predictor.memory.buffers import Task, whole
+from qsync_fx.predictor.memory.buffers import Task, integer_size
 from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.memory.peak_memory import (
     LossMemory,
@@ -221,12 +221,12 @@ class PlanEvaluator:
         self.problem = problem
         self._times = {name: CachedTimes.of(item.times) for name, item in problem.classes.items()}
         self._mappers: dict[str, CostMapper] = {}
-        self._asked = {name: dict(plans[name]) for name in problem.classes}
+        self._requested = {name: dict(plans[name]) for name in problem.classes}
         self._undo: list[tuple[str, str, str]] = []
         self._states: dict[str, States] = {}
         self._schedules: dict[str, Schedule] = {}
         self._memories: dict[str, PeakMemoryEvaluator] = {}
-        self._seen: dict[tuple[str, tuple[StateNames, ...]], PeakMemoryEvaluator] = {}
+        self._evaluators: dict[tuple[str, tuple[StateNames, ...]], PeakMemoryEvaluator] = {}
         self._timeline: Timeline | None = None
         fleet = simulate(self.schedules(), problem.cluster)
         parameters = self._schedules[next(iter(problem.classes))].parameters
@@ -240,7 +240,7 @@ class PlanEvaluator:
 
     def set(self, name: str, operator: str, fmt: str) -> None:
         """Change the format of an operator of a class."""
-        self._undo.append((name, operator, self._asked[name][operator]))
+        self._undo.append((name, operator, self._requested[name][operator]))
         self._change(name, operator, fmt)
 
     def undo(self) -> None:
@@ -252,10 +252,10 @@ class PlanEvaluator:
         if codecs is not None and codecs != self.codecs:
             self.codecs, self._timeline = codecs, None
         for name, requested in plans.items():
-            before = self._asked[name]
+            before = self._requested[name]
             changes = {op: fmt for op, fmt in requested.items() if before[op] != fmt}
             if len(changes) > _MANY * len(requested):
-                self._asked[name] |= changes
+                self._requested[name] |= changes
                 self._mappers.pop(name, None)
                 self._forget(name)
             else:
@@ -267,7 +267,7 @@ class PlanEvaluator:
     @property
     def plans(self) -> dict[str, dict[str, str]]:
         """Copies of the current plans."""
-        return {name: dict(requested) for name, requested in self._asked.items()}
+        return {name: dict(requested) for name, requested in self._requested.items()}
 
     @property
     def seconds(self) -> float:
@@ -277,7 +277,7 @@ class PlanEvaluator:
     @property
     def variance(self) -> float:
         """Variance of the mean gradient."""
-        return self.problem.variance_of(self._asked) + self.options.added(self.codecs)
+        return self.problem.variance_of(self._requested) + self.options.added(self.codecs)
 
     @property
     def transfer(self) -> Sequence[float]:
@@ -299,7 +299,7 @@ class PlanEvaluator:
             if name in self._mappers:
                 self._states[name] = self._mappers[name].states()
             else:
-                self._states[name] = states(self.problem.classes[name].graph, self._asked[name])
+                self._states[name] = states(self.problem.classes[name].graph, self._requested[name])
         return self._states[name]
 
     def schedules(self) -> Mapping[str, Schedule]:
@@ -317,10 +317,10 @@ class PlanEvaluator:
             states = self.states(name)
             key = name, states.names
             # The memory model is expensive, and a search revisits the uniform and the best plans.
-            memory = self._seen.pop(key, None) or PeakMemoryEvaluator(part, states)
-            self._memories[name] = self._seen[key] = memory
-            while len(self._seen) > _SEEN:
-                del self._seen[next(iter(self._seen))]
+            memory = self._evaluators.pop(key, None) or PeakMemoryEvaluator(part, states)
+            self._memories[name] = self._evaluators[key] = memory
+            while len(self._evaluators) > _SEEN:
+                del self._evaluators[next(iter(self._evaluators))]
         return self._memories.get(name)
 
     def peak(self, name: str) -> int | None:
@@ -354,7 +354,7 @@ class PlanEvaluator:
                 result.waiting[name],
                 result.sending[name],
                 self.peak(name),
-                part.variance(self._asked[name]),
+                part.variance(self._requested[name]),
             )
         coding, sent = self.options.added(self.codecs), self.options.by_parameter(self.codecs)
         return Evaluation(result.seconds, self.variance, classes, self.codecs, coding, sent)
@@ -378,13 +378,13 @@ class PlanEvaluator:
 
     def _change(self, name: str, operator: str, fmt: str) -> None:
         self._mapper(name).set(operator, fmt)
-        self._asked[name][operator] = fmt
+        self._requested[name][operator] = fmt
         self._forget(name)
 
     def _mapper(self, name: str) -> CostMapper:
         if name not in self._mappers:
             graph = self.problem.classes[name].graph
-            self._mappers[name] = CostMapper(graph, self._times[name], self._asked[name])
+            self._mappers[name] = CostMapper(graph, self._times[name], self._requested[name])
         return self._mappers[name]
 
     def _forget(self, name: str) -> None:
@@ -443,7 +443,7 @@ def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
     if training is not None and training.loss is not None:
         # The memory of the loss scales with the model's outputs.
         live, now = (
-            sum(whole(each.values[read.value].numel) for read in each.outputs)
+            sum(integer_size(each.values[read.value].numel) for read in each.outputs)
             for each in (part.graph, graph)
         )
         sizes = (-(-size * now // live) for size in (training.loss.held, training.loss.most))

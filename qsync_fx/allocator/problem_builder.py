@@ -205,7 +205,7 @@ def _class(
 ) -> DeviceClass:
     profile = available[name]
     graph, result = graph_of(name, profile), _sensitivity(name, available, wishes.sensitivity)
-    formats, lacking = _asked(name, profile, graph, wishes.precisions)
+    formats, lacking = _formats_of_class(name, profile, graph, wishes.precisions)
     if lacking:
         notes.append(PlanNote(PlanNoteKind.HAS_NOT, name, formats=tuple(lacking)))
     unknown = [fmt for fmt in formats if _unknown(graph, result, fmt)]
@@ -256,7 +256,7 @@ def _sensitivity(
     raise ProfileError(message, where="sensitivity", do=do)
 
 
-def _asked(
+def _formats_of_class(
     name: str, profile: DeviceInputs, graph: ModelGraph, precisions: Sequence[str] | None
 ) -> tuple[list[str], list[str]]:
     """Return the formats that plans of a class may use, and the requested ones that it lacks."""
@@ -278,7 +278,7 @@ def _asked(
 def check_precisions(available: Mapping[str, DeviceInputs], precisions: Sequence[str]) -> None:
     """Raise `PlanError` if a class lacks all formats, or all classes lack one of them."""
     lacking = [
-        set(_asked(name, profile, graph_of(name, profile), precisions)[1])
+        set(_formats_of_class(name, profile, graph_of(name, profile), precisions)[1])
         for name, profile in available.items()
     ]
     for fmt in (item.name for item in named(precisions)):

@@ -277,7 +277,7 @@ def flag(option: str) -> str:
     return _FLAGS.get(option, f"--{option.replace('_', '-')}")
 
 
-def given(arguments: argparse.Namespace) -> dict[str, object]:
+def explicit_options(arguments: argparse.Namespace) -> dict[str, object]:
     """Return the options and the recipe that a command line sets, by name."""
     # Of `qsync plan`, --target is the limit of the step time.
     names = _arguments(getattr(arguments, "inspection", False))
@@ -287,7 +287,7 @@ def given(arguments: argparse.Namespace) -> dict[str, object]:
 
 def measured(arguments: argparse.Namespace) -> dict[str, object]:
     """Return the options for measurements of several plans, each of which is of one device."""
-    options = given(arguments) | {"skip_unprofitable": None}  # which a recipe may set
+    options = explicit_options(arguments) | {"skip_unprofitable": None}  # which a recipe may set
     return {name: value for name, value in options.items() if name not in ("plan", "device_class")}
 
 
@@ -370,7 +370,7 @@ def read(arguments: argparse.Namespace) -> ModelArguments:
     """Return the model of a command line; options are checked before it is built."""
     from qsync_fx.options import Options
 
-    options = Options.parse(given(arguments))
+    options = Options.parse(explicit_options(arguments))
     return ModelArguments(arguments.model, options, arguments.mode, *load(arguments.model))
 
 

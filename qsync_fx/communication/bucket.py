@@ -34,7 +34,7 @@ class ParameterSlice:
         index = (owner - self.index) % (len(self.cuts) - 1)
         return slice(self.cuts[index], self.cuts[index + 1])
 
-    def own(self, rank: int) -> int:
+    def shard_size(self, rank: int) -> int:
         """Return the number of values in the shard of a rank."""
         part = self.part(rank)
         return int(part.stop - part.start)
@@ -195,11 +195,11 @@ def volumes(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[in
 
 def scattering(pieces: Sequence[ParameterSlice], rank: int) -> tuple[int, float]:
     """Return the same as `volumes` for the reduce-scatter alone."""
-    raw = 4 * sum(piece.size - piece.own(rank) for piece in pieces)
-    return raw, sum(piece.codec.theory(piece.size - piece.own(rank)) for piece in pieces)
+    raw = 4 * sum(piece.size - piece.shard_size(rank) for piece in pieces)
+    return raw, sum(piece.codec.theory(piece.size - piece.shard_size(rank)) for piece in pieces)
 
 
 def giving(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[int, float]:
     """Return the same as `volumes` for the all-gather alone."""
-    theory = sum(piece.codec.theory(piece.own(rank)) for piece in pieces)
-    return 4 * (ranks - 1) * sum(piece.own(rank) for piece in pieces), (ranks - 1) * theory
+    theory = sum(piece.codec.theory(piece.shard_size(rank)) for piece in pieces)
+    return 4 * (ranks - 1) * sum(piece.shard_size(rank) for piece in pieces), (ranks - 1) * theory

@@ -250,7 +250,8 @@ class PointToPointTransfer:
         peers: Sequence[Sequence[int]],
         incoming: Sequence[_Message],
     ) -> None:
-        self._header, self._members, self._own = header, transport.members, transport.member_index
+        self._header, self._members = header, transport.members
+        self._member_index = transport.member_index
         self._sent, self._peers, self._received = outgoing, peers, incoming
         self.outgoing = [message.coded for message in outgoing]
         self.incoming = [message.coded for message in incoming]
@@ -258,7 +259,7 @@ class PointToPointTransfer:
         self.nbytes = sum(message.memory.numel() * len(to) for message, to in both)
         self._transfers = PendingTransfers(transport.group, about)
         for index, message in enumerate(incoming):
-            if index != self._own:
+            if index != self._member_index:
                 for number, chunk in enumerate(message.sent):
                     self._transfers.expect(self._members[index], chunk, number)
 
@@ -269,7 +270,7 @@ class PointToPointTransfer:
                 self._transfers.send(self._members[peer], chunks[number], number)
 
     def wait(self, member: int, number: int) -> str | None:
-        if member != self._own:
+        if member != self._member_index:
             self._transfers.wait_received(self._members[member], number)
         if number:
             return None

@@ -123,7 +123,7 @@ class Log:
         self.watched.discard(module)
 
     @property
-    def given(self) -> list[nn.Module]:
+    def compiled_modules(self) -> list[nn.Module]:
         """Live modules that were given to torch.compile."""
         return [module for ref, _ in self.declared if (module := ref()) is not None]
 
@@ -172,7 +172,7 @@ def logs() -> list[Log]:
 def declared() -> Iterator[nn.Module]:
     """Yield every live module that was given to torch.compile."""
     for log in _logs:
-        yield from log.given
+        yield from log.compiled_modules
 
 
 def forget() -> None:
@@ -180,7 +180,7 @@ def forget() -> None:
     for log in _logs:
         for entries in (log.frames, log.reported, log.unasked, log.stale):
             entries.clear()
-    _logs[:] = [log for log in _logs if log.given]
+    _logs[:] = [log for log in _logs if log.compiled_modules]
 
 
 @contextlib.contextmanager
@@ -226,7 +226,7 @@ class Tree:
     def __init__(self, root: nn.Module, log: Log) -> None:
         self.root, self.log = unwrapped(root), log
         self.modules = {path: module for path, module in paths(root) if unwrapped(module) is module}
-        inputs = {id(module) for module in log.given}
+        inputs = {id(module) for module in log.compiled_modules}
         self.compiled = {path for path, module in self.modules.items() if id(module) in inputs}
         self.frames: dict[str, list[Frame]] = defaultdict(list)
         for path, module in self.modules.items():
@@ -301,7 +301,7 @@ class Tree:
 def models(log: Log) -> Iterator[nn.Module]:
     """Yield the models of a log: roots of operator ids, and compiled modules outside of them."""
     roots = {id(root): root for frame in log.frames.values() if (root := frame.root()) is not None}
-    inputs = {id(module): module for module in log.given}
+    inputs = {id(module): module for module in log.compiled_modules}
     everything = {**inputs, **roots}
     inside = {id(part) for root in everything.values() for path, part in paths(root) if path}
     yield from (model for address, model in everything.items() if address not in inside)

@@ -151,7 +151,7 @@ def _waits(root: nn.Module, log: Log) -> bool:
 def settle(root: nn.Module, log: Log) -> None:
     """Raise `PlanError` if the plan of a model does not apply and "strict" is set, else warn."""
     tree = Tree(root, log)
-    _tell(findings_of(tree), tree)
+    _report(findings_of(tree), tree)
 
 
 def settle_when_called_again(
@@ -171,7 +171,7 @@ def settle_when_called_again(
             if model not in log.settled:
                 tree = Tree(model, log)
                 unused = tuple(entry for entry in findings_of(tree).unused if not entry.inside)
-                _tell(Findings((), unused), tree)
+                _report(Findings((), unused), tree)
         return run(*args)
 
     return checked
@@ -184,10 +184,10 @@ def settle_packed(frames: Sequence[Frame], log: Log) -> None:
     """
     if any(nested(frame) is not None for frame in frames):
         for tree in (Tree(root, log) for root in models(log)):
-            _tell(replace(packed(tree, frames), unused=()), tree)
+            _report(replace(packed(tree, frames), unused=()), tree)
 
 
-def _tell(result: Findings, tree: Tree) -> None:
+def _report(result: Findings, tree: Tree) -> None:
     log = tree.log
     if not log.options.strict or tree.within:
         # Each entry is reported once. Separately compiled parts of a model share one plan.

@@ -267,7 +267,7 @@ class Explanation(HtmlView):
             PlanError: the plan does not fit the model.
         """
         (plan,) = device_plans(plan)
-        with self.there():
+        with self.on_target():
             graphs = tuple(ReplayedPlan(part.snapshots, part.costing, plan) for part in self.graphs)
         return dataclasses.replace(self, graphs=graphs).compared(plan, check=True)
 
@@ -307,9 +307,9 @@ class Explanation(HtmlView):
         """Write the operators as JSON that Model Explorer opens, with modules as its layers."""
         write_text(Path(path), model_explorer(self.lowered_graphs, Path(path).stem))
 
-    def there(self) -> contextlib.AbstractContextManager[None]:
+    def on_target(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which device queries refer to the option "target", if set."""
-        return self.graphs[0].context.there() if self.graphs else contextlib.nullcontext()
+        return self.graphs[0].context.on_target() if self.graphs else contextlib.nullcontext()
 
     def __str__(self) -> str:
         return self.table()
@@ -351,7 +351,7 @@ def _by_default(operator: Operator, before: Operator, plan: Plan) -> bool:
     if choice is None or choice.explicit or note.pinned or note.planned is not choice.precision:
         return False
     # A plan overrides an autocast region, even one from the plan at capture.
-    return note.precision is not before.held or isinstance(note.autocast, Precision)
+    return note.precision is not before.model_format or isinstance(note.autocast, Precision)
 
 
 _COSTS = ("flops", "bytes", "saved")
@@ -364,7 +364,7 @@ def explanation_table(
     """Return the explanation for a rich console, for one kind and fitted to a width if given."""
     table = table_of(_COLUMNS)
     notes: list[str] = []
-    with explanation.there():
+    with explanation.on_target():
         operators = explanation.operators
         shown = [operator for operator in operators if kind in (None, operator.kind)]
         for operator in shown:

@@ -437,7 +437,7 @@ class _Choosing:
 
     @property
     def next(self) -> FleetPlan | None:
-        return self._found() if self._rounds.more else None
+        return self._fleet_plan() if self._rounds.more else None
 
     def learn(self, profiles: Sequence[Profile]) -> None:
         """Solve again from the profiles that ranks corrected by running the last plan."""
@@ -456,12 +456,12 @@ class _Choosing:
         self._rounds.learn(self._survey.profiles, before.profiles, self._survey.profiles)
 
     def final(self, save: Path | None) -> FleetPlan:
-        result = self._found()
+        result = self._fleet_plan()
         if save is not None:
             result.save(save)
         return result
 
-    def _found(self) -> FleetPlan:
+    def _fleet_plan(self) -> FleetPlan:
         return FleetPlan.of(self._rounds.answer, self._survey)
 
 

@@ -163,10 +163,10 @@ class Watcher:
         self.channel, self.silence, self.compiling, self.ends = channel, silence, compiling, ends
         self.failure: Failure | None = None
         self.lost = False
-        self._known, self._lock = threading.Event(), threading.Lock()
+        self._failed, self._lock = threading.Event(), threading.Lock()
         self._stop = threading.Event()
         self._is_compiling = False
-        self._seen: dict[int, tuple[str, float]] = {}
+        self._last_beats: dict[int, tuple[str, float]] = {}
         self._since: dict[int, float] = {}
         self._thread: threading.Thread | None = None
 
@@ -193,7 +193,7 @@ class Watcher:
         """Shorten the limit of silence on all ranks; return once a failure is known, in time."""
         if not self.lost:
             self.channel.count("hurry", 1)
-        self._known.wait(seconds)
+        self._failed.wait(seconds)
 
     def report(self, failure: Failure) -> None:
         """Report a failure to all ranks, including this one."""
@@ -206,8 +206,8 @@ class Watcher:
         with self._lock:
             if self.failure is not None:
                 return
-            self.failure, self._at = failure, time.monotonic()
-        self._known.set()
+            self.failure, self._failed_at = failure, time.monotonic()
+        self._failed.set()
         if logs:
             _LOG.error("%s", failure.error())
         self.channel.count("known", 1)
@@ -227,7 +227,9 @@ class Watcher:
             now = time.monotonic()
             if (stood := now - before) > 4 * period:
                 # A suspended thread does not blame others for its own silence.
-                self._seen = {r: (text, since + stood) for r, (text, since) in self._seen.items()}
+                self._last_beats = {
+                    r: (text, since + stood) for r, (text, since) in self._last_beats.items()
+                }
             try:
                 self._turn(beats, now)
             except StoreLost:
@@ -243,7 +245,7 @@ class Watcher:
                 self.learn(reported)
             else:
                 self._look(now)
-        elif self.ends is not None and now - self._at > self.ends:
+        elif self.ends is not None and now - self._failed_at > self.ends:
             message = "rank %d does not return from a collective operation and is terminated"
             _LOG.error(message, self.channel.rank)
             logging.shutdown()
@@ -268,9 +270,9 @@ class Watcher:
             text = channel.get(f"beat/{rank}")
             if text is None or text == _DONE:
                 continue
-            if self._seen.get(rank, ("", 0.0))[0] != text:
-                self._seen[rank] = text, now
-            silent = now - self._seen[rank][1]
+            if self._last_beats.get(rank, ("", 0.0))[0] != text:
+                self._last_beats[rank] = text, now
+            silent = now - self._last_beats[rank][1]
             if silent > limit:
                 message = f"rank {rank} has sent no heartbeat for {silent:.0f} s"
                 self.report(Failure(rank, message, f"limit: {limit:g} s", _REMEDY, lives=False))

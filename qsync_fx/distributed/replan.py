@@ -240,7 +240,7 @@ class Replanner:
         self._optimizers = optimizers
         self._device = next(model.parameters()).device
         self.plan, self.history = settings.plan, list[ReplanReport]()
-        self._own = settings.plan.ranks[meeting.rank]
+        self._class_name = settings.plan.ranks[meeting.rank]
         self._predicted = _predicted(settings.plan)
         self._caps = {name: cost.memory for name, cost in self._predicted.items()}
         self._slowdowns = dict.fromkeys(self._predicted, 1.0)
@@ -248,7 +248,7 @@ class Replanner:
         self._link_times: LinkTimes | None = None
         self._planned: dict[str, float] = {}
         self._steps, self._window = 0, StepWindow(resting=settings.patience)
-        self._held: int | None = None
+        self._held_bytes: int | None = None
         self._solution: FleetPlan | None = None
         self.pace = Pace(model, settings.clock)
 
@@ -257,7 +257,7 @@ class Replanner:
 
     def end(self) -> None:
         """Record the step, and compare with the other ranks after every `patience` steps."""
-        seconds, predicted = self.pace.end(), self._predicted[self._own].computing
+        seconds, predicted = self.pace.end(), self._predicted[self._class_name].computing
         patience = self._settings.patience
         if seconds is not None and predicted is not None:
             room = None if self._window.resting else self._room()
@@ -281,16 +281,16 @@ class Replanner:
                 self._replan(result, everyones)
 
     def _room(self) -> Room | None:
-        peak, cap = self._predicted[self._own].peak, self._caps[self._own] or math.inf
+        peak, cap = self._predicted[self._class_name].peak, self._caps[self._class_name] or math.inf
         get_free = self._settings.free or partial(free_bytes, self._device)
         free = get_free()
         if free is None or peak is None:
             return None
-        if self._held is None:
-            self._held = held_bytes(self._model, self._optimizers(), self._peaks.parallel)
+        if self._held_bytes is None:
+            self._held_bytes = held_bytes(self._model, self._optimizers(), self._peaks.parallel)
         # A measured peak above the prediction reduces the available memory by the same factor.
-        allowed = min(free + self._held, cap) / max(1.0, self._peaks.over or 1.0)
-        return Room(allowed, peak, self._planned.get(self._own))
+        allowed = min(free + self._held_bytes, cap) / max(1.0, self._peaks.over or 1.0)
+        return Room(allowed, peak, self._planned.get(self._class_name))
 
     def _replan(self, result: Drift, everyones: list[WindowSummary]) -> None:
         causes = tuple(self._causes(result, everyones))
@@ -330,7 +330,7 @@ class Replanner:
             compression.change(by_plan(plan.codecs, compression.names))
         if start is not None and self._settings.sampler is not None:
             self._settings.sampler.change(_batches(self.plan), start)
-        self._peaks.follow(self._predicted[self._own])
+        self._peaks.follow(self._predicted[self._class_name])
 
     def _solved(self, causes: tuple[ReplanCause, ...], start: tuple[int, int]) -> dict[str, Any]:
         """Return the decision; `start` is the epoch and step from which batches may change."""

@@ -94,7 +94,7 @@ class Operator:
         return self.note.row
 
     @property
-    def held(self) -> Precision | None:
+    def model_format(self) -> Precision | None:
         """The model's format of the result; None in an autocast region that a plan overrides."""
         if isinstance(self.note.autocast, Precision) and not self.graph.context.automatic:
             return None
@@ -120,7 +120,7 @@ class Operator:
         assert self.row is not None, "adjustable operators have rows"
         context = self.graph.context
         exact = context.options.emulate_unsupported
-        return resolve(self.row, planned, context.device, exact, self.held, self.refused)
+        return resolve(self.row, planned, context.device, exact, self.model_format, self.refused)
 
     @property
     def source(self) -> Source | None:
@@ -183,8 +183,8 @@ class Operator:
 
     def _wider(self, fmt: Precision) -> Precision:
         """Return the format to try instead of an unprofitable one: the model's if it is narrow."""
-        if self.held is not None and self.held.bits < 32:
-            return self.held
+        if self.model_format is not None and self.model_format.bits < 32:
+            return self.model_format
         if fmt.plain:
             return FP32
         return row_on(self.graph.context.device, fmt).elsewhere
@@ -234,7 +234,7 @@ class Context:
         on_gpu = options.target is not None or is_gpu(self.device)
         return on_gpu and options.precision is not None and not options.emulate_unsupported
 
-    def there(self) -> AbstractContextManager[None]:
+    def on_target(self) -> AbstractContextManager[None]:
         """Activate the target device of the options, if any, for queries about the device."""
         return targeted(self.options.target, self.device)
 
@@ -274,9 +274,9 @@ class PrecisionGraph:
         return list(self.graph.nodes)
 
     @property
-    def whole(self) -> PrecisionGraph:
+    def top_level(self) -> PrecisionGraph:
         """The top-level graph that contains this body; itself if it is not a body."""
-        return self if self.parent is None else self.parent.whole
+        return self if self.parent is None else self.parent.top_level
 
     @property
     def where(self) -> str:

@@ -49,17 +49,17 @@ class Origins:
     """Origins of the values of a graph and its bodies, computed once."""
 
     def __init__(self, graph: PrecisionGraph) -> None:
-        self._known: dict[fx.Node, Origin] = {}
-        self._walk(graph.whole)
+        self._cache: dict[fx.Node, Origin] = {}
+        self._walk(graph.top_level)
 
     def of(self, node: Any) -> Origin:
-        return self._known.get(node, Origin.HELD)
+        return self._cache.get(node, Origin.HELD)
 
     def _walk(self, graph: PrecisionGraph) -> None:
         for node in graph.nodes:
-            self._known.setdefault(node, self._find(graph, node))
+            self._cache.setdefault(node, self._find(graph, node))
             for body in node_metadata.bodies(node):
-                self._known |= {
+                self._cache |= {
                     p: self.of(value)
                     for p, value in aliased_operands(node, body)
                     if isinstance(value, fx.Node)

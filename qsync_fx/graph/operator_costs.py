@@ -111,7 +111,7 @@ def _saved(flow: Flow, site: OperandSite, state: OperandState) -> dict[Kept, Siz
             if needs[other]:
                 keep(operand.node, state.precision, site.graph.value(operand.node))
         return result
-    saved = flow.kept(site, state)
+    saved = flow.saved_for(site, state)
     nodes = site.node.all_input_nodes
     floats = [o for o in site.operands if is_float(site.graph.value(o.node))]
     formats = {o.node: _format(site, state, o) for o in floats}
@@ -194,18 +194,20 @@ def places(flow: Flow) -> list[CastSite | FormatChange]:
 def _places(flow: Flow, graph: PrecisionGraph) -> Iterator[CastSite | FormatChange]:
     sharing = Sharing(graph, flow.memory(graph))
 
-    def held(node: fx.Node) -> FormatSource:
+    def format_source(node: fx.Node) -> FormatSource:
         value = graph.value(node)
         if not is_float(value):
             return FormatSource(None, None)
         return FormatSource(flow.by_node.get(flow.source(node)), format_of(value))
 
     def reads(site: OperandSite | None, operand: Operand | None, used: fx.Node) -> list[CastSite]:
-        origin, live, value = sharing.origin(used), held(used), graph.value(used)
+        origin, live, value = sharing.origin(used), format_source(used), graph.value(used)
         if live.fixed is None:
             return []
         key = graph, origin, sharing.epoch(origin)
-        return [CastSite(graph, site, operand, used, origin, live, held(origin), value, key)]
+        return [
+            CastSite(graph, site, operand, used, origin, live, format_source(origin), value, key)
+        ]
 
     for node in graph.nodes:
         for body in node_metadata.bodies(node):
@@ -220,7 +222,7 @@ def _places(flow: Flow, graph: PrecisionGraph) -> Iterator[CastSite | FormatChan
                 yield from reads(None, None, used)
         elif site is not None and row is not None and row.converts:
             used = site.operands[0].node
-            yield FormatChange(graph, site, used, held(used), requested=True)
+            yield FormatChange(graph, site, used, format_source(used), requested=True)
         elif site is not None:
             for operand in site.operands:
                 yield from reads(site, operand, operand.node)
@@ -316,26 +318,26 @@ class Costing:
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
-        self._known: dict[tuple[fx.Node, OperandState], Cost] = {}
+        self._cache: dict[tuple[fx.Node, OperandState], Cost] = {}
 
     @functools.cached_property
     def places(self) -> list[CastSite | FormatChange]:
         """Reads and changes of format that may need a cast, under any plan."""
         return places(self.flow)
 
-    def own(self, node: fx.Node, state: OperandState) -> Cost:
+    def cost_without_casts(self, node: fx.Node, state: OperandState) -> Cost:
         """Return the cost of the operator at `node` in a state, without casts."""
         key = node, state
-        if key not in self._known:
+        if key not in self._cache:
             site = self.flow.by_node[node]
-            self._known[key] = operator_cost(self.flow, site, state).renamed(self.flow.sizes)
-        return self._known[key]
+            self._cache[key] = operator_cost(self.flow, site, state).renamed(self.flow.sizes)
+        return self._cache[key]
 
     def of(self, states: Mapping[OpId, OperandState]) -> dict[OpId, Cost]:
         """Return the cost of each operator by its id, casts included, in the given states."""
         sites = [site for site in self.flow.sites if site.id in states]
         by_node = {site.node: states[site.id] for site in sites}
-        result = {site.id: self.own(site.node, states[site.id]) for site in sites}
+        result = {site.id: self.cost_without_casts(site.node, states[site.id]) for site in sites}
         for cast in casts(self.flow, by_node, self.places):
             if cast.owner is not None:
                 owner = self.flow.by_node[cast.owner].id

@@ -123,9 +123,9 @@ class Autograd:
 
     def __init__(self, mode: FakeTensorMode | None, device: torch.device, options: Options) -> None:
         self._mode, self._device, self._options = mode, device, options
-        self._known: dict[Hashable, SavedTensors] = {}
+        self._cache: dict[Hashable, SavedTensors] = {}
 
-    def kept(self, node: fx.Node, reads: Mapping[fx.Node, SavedRead]) -> SavedTensors:
+    def saved_for(self, node: fx.Node, reads: Mapping[fx.Node, SavedRead]) -> SavedTensors:
         """Return the tensors that a call of an ATen operator saves for the given reads."""
         needed = any(read.need for read in reads.values())
         if not needed or not isinstance(node.target, OpOverload):
@@ -138,9 +138,9 @@ class Autograd:
             for t in tensors(read.value)
         ]
         key = node.target, str(arguments), tuple(outlines)
-        if key not in self._known:
-            self._known[key] = self._ask(node, reads)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = self._ask(node, reads)
+        return self._cache[key]
 
     def _ask(self, node: fx.Node, reads: Mapping[fx.Node, SavedRead]) -> SavedTensors:
         visited: list[torch.Tensor] = []
@@ -272,7 +272,7 @@ class Flow:
         """Return the alias sets of the graph or of one of its bodies."""
         return self._memory[graph]
 
-    def kept(self, site: OperandSite, state: OperandState) -> SavedTensors:
+    def saved_for(self, site: OperandSite, state: OperandState) -> SavedTensors:
         """Return the tensors that an operator saves in a state that torch computes itself."""
         graph = site.graph
         reads: dict[fx.Node, SavedRead] = {}
@@ -282,7 +282,7 @@ class Flow:
             need = need or (operand.node in reads and reads[operand.node].need)
             reads[operand.node] = SavedRead(value, getattr(fmt, "dtype", None), need)
         ordered = {used: reads[used] for used in site.node.all_input_nodes}
-        return self._autograd.kept(site.node, ordered)
+        return self._autograd.saved_for(site.node, ordered)
 
     def _walk(self, graph: PrecisionGraph, repeated: bool) -> None:
         recording = training = graph.context.training
@@ -337,7 +337,7 @@ class Flow:
             reader = OperandReader.of(node, note, graph.value(node))
             site = OperandSite(node, graph, reader, needs, repeated, len(self.sites))
             self.sites.append(site)
-            self._needs[node] = self.kept(site, OperandState(None, None)).differentiable
+            self._needs[node] = self.saved_for(site, OperandState(None, None)).differentiable
         storages = {storage_of(t) for t in tensors(graph.value(node))}
         for used in reversed(node.all_input_nodes):
             if storages & {storage_of(t) for t in tensors(graph.value(used))}:

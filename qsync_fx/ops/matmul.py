@@ -59,13 +59,13 @@ class Contraction:
         """The letters of both factors and the result: one product per index."""
         return "".join(c for c in self.result if c in self.factors[0] and c in self.factors[1])
 
-    def own(self, factor: int) -> str:
+    def unshared(self, factor: int) -> str:
         """Return the letters of the result that only one factor has, in its order."""
         ours, other = self.factors[factor], self.factors[1 - factor]
         return "".join(c for c in ours if c in self.result and c not in other)
 
     @property
-    def turned(self) -> Contraction:
+    def swapped(self) -> Contraction:
         """The same contraction with swapped factors."""
         return dataclasses.replace(self, factors=self.factors[::-1], places=self.places[::-1])
 
@@ -76,7 +76,7 @@ class Contraction:
     @property
     def is_linear(self) -> bool:
         """Whether it computes `[..., K]` by `[N, K]` to `[..., N]`."""
-        rows, channels, summed = self.own(0), self.own(1), self.summed
+        rows, channels, summed = self.unshared(0), self.unshared(1), self.summed
         as_layer = (f"{rows}{summed}", f"{channels}{summed}"), f"{rows}{channels}"
         return (self.factors, self.result) == as_layer and len(channels) == len(summed) == 1
 
@@ -106,14 +106,14 @@ class Contraction:
             return "it sums over nothing"
         if self.group and weight == 0:
             return "its weight is in groups along the tokens"
-        if not self.own(weight):
+        if not self.unshared(weight):
             return "its weight is a vector, so its output has no channels"
         if self.bias is None or (not self.group and self._is_bias(weight)):
             return ""
         return "it adds something else than a bias per output channel to its product"
 
     def _is_bias(self, weight: int) -> bool:
-        channels, shape = self.own(weight), tuple(self.sizes[c] for c in self.own(weight))
+        channels, shape = self.unshared(weight), tuple(self.sizes[c] for c in self.unshared(weight))
         if len(channels) != 1 or not self.result.endswith(channels):
             return False
         if not self.batch:

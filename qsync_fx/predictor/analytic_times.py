@@ -138,7 +138,7 @@ class DeviceTimes:
         self.device, self.graph = device, graph
         self.optimizer_memory, self.loss_memory = optimizer_memory, loss_memory
         self._optimizer_bytes = optimizer_bytes
-        self._known: dict[tuple[str, StateNames], Seconds] = {}
+        self._cache: dict[tuple[str, StateNames], Seconds] = {}
         self._sides: dict[str, ProductShape | ConvolutionShape | None] = {}
         self._convolutions: dict[tuple[str, Product], Mapping[ConvolutionShape, float]] = {}
 
@@ -156,9 +156,9 @@ class DeviceTimes:
         self, operator: str, state: OperandState, around: Sequence[OperandState | None] = ()
     ) -> Seconds:
         key = operator, state.names
-        if key not in self._known:
-            self._known[key] = self._computed(self.graph.operator(operator), state.names)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = self._computed(self.graph.operator(operator), state.names)
+        return self._cache[key]
 
     def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
         return self.operator(operator, state)

@@ -71,7 +71,7 @@ class GraphReading:
         self.number, self.values, self.pinned = graph, values, pinned
         self.index = {site.node: first + index for index, site in enumerate(self.flow.sites)}
         self._numbers: dict[fx.Node, int] = {}
-        self._given: dict[fx.Node, fx.Node] = {}
+        self._body_inputs: dict[fx.Node, fx.Node] = {}
         self._points: dict[Hashable, int] = {}
         self._first_point = points
         self._tables: dict[Hashable, Mapping[str, Name]] = {}
@@ -98,7 +98,7 @@ class GraphReading:
     def _enter(self, graph: PrecisionGraph) -> None:
         for node in graph.nodes:
             for body in node_metadata.bodies(node):
-                self._given |= {
+                self._body_inputs |= {
                     p: value for p, value in handed_in(node, body) if isinstance(value, fx.Node)
                 }
                 self._enter(body)
@@ -250,7 +250,7 @@ class GraphReading:
 
     def _decider(self, graph: PrecisionGraph, node: fx.Node) -> int | Precision | None:
         while node not in self.index:
-            source = self._given.get(node) or handed_on(graph, node, automatic=False)
+            source = self._body_inputs.get(node) or handed_on(graph, node, automatic=False)
             if source is None:
                 return format_of(graph.value(node))
             node = source
@@ -289,7 +289,7 @@ def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = 
     values: list[Value] = []
     graphs: list[GraphReading] = []
     try:
-        with explanation.there():
+        with explanation.on_target():
             first = points = 0
             for number, part in enumerate(explanation.graphs):
                 graphs.append(GraphReading(part.costing, number, values, first, points, pinned))
@@ -322,7 +322,7 @@ def _costed(graphs: Sequence[GraphReading], formats: Sequence[str]) -> list[Mode
         return available[value]
 
     def cost(graph: GraphReading, node: fx.Node, state: StateNames) -> Cost:
-        owned = graph.costing.own(node, state_named(state)).each(size)
+        owned = graph.costing.cost_without_casts(node, state_named(state)).each(size)
         saved = {(graph.name(tensor), fmt): n for (tensor, fmt), n in owned.saved.items()}
         return dataclasses.replace(owned, saved=saved)
 

@@ -33,7 +33,7 @@ class _OperatorRun:
 class ProfiledTimes:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._seen: dict[str, list[_OperatorRun]] = defaultdict(list)
+        self._runs: dict[str, list[_OperatorRun]] = defaultdict(list)
         self._quantizing = fitted(profile.runs)
         for run in profile.runs:
             states = {index: item.state for index, item in enumerate(run.operators)}
@@ -42,7 +42,7 @@ class ProfiledTimes:
                 seconds = Seconds(measured.forward * forward, measured.backward * backward)
                 around = tuple(states.get(index + by) for by in NEIGHBOURS)
                 entry = _OperatorRun(states[index], around, seconds, run.planned)
-                self._seen[measured.operator].append(entry)
+                self._runs[measured.operator].append(entry)
         measured_formats = {item.precision for run in profile.runs for item in run.operators}
         self._formats = sorted(filter(None, measured_formats))
 
@@ -98,11 +98,11 @@ class ProfiledTimes:
         return [states - {None} if len(states) > 1 else () for states in distinct]
 
     def _standing(self, operator: str, state: OperandState) -> list[_OperatorRun]:
-        if operator not in self._seen:
+        if operator not in self._runs:
             raise ProfileError(
                 "the profile knows nothing of an operator",
                 where=operator,
-                do=f"measure the plan's model; {nearest(operator, self._seen)[:200]}",
+                do=f"measure the plan's model; {nearest(operator, self._runs)[:200]}",
             )
         if state.precision is not None and state.precision.name not in self._formats:
             measured = ", ".join(self._formats)
@@ -112,7 +112,7 @@ class ProfiledTimes:
                 do=f"measure it with precisions=(..., {state.precision.name!r}); "
                 f"it holds {measured}",
             )
-        visited = self._seen[operator]
+        visited = self._runs[operator]
         likeness = [_same(item, state.names) for item in visited]
         best = max(likeness)
         return [item for item, like in zip(visited, likeness, strict=True) if like == best]

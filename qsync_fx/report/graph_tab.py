@@ -19,7 +19,7 @@ _CASTS: Final = (node_metadata.Part.CONVERT, node_metadata.Part.ROUND, node_meta
 
 def add_explanation(tabs: Any, explanation: Explanation) -> None:
     """Add the graph of an explained model, and its formats to the plan tab if that is empty."""
-    with explanation.there():
+    with explanation.on_target():
         nodes: list[dict[str, Any]] = []
         places: dict[tuple[int, str], int] = {}
         for index, part in enumerate(explanation.graphs):

@@ -115,7 +115,9 @@ def test_options_equal_the_backend_options(workdir: Path) -> None:
         "channel --emulate-unsupported --root a.b"
     )
     read = Options.parse(
-        model_args.given(parser.parse_args([*line.split(), "--pass", "one", "--pass", "two"]))
+        model_args.explicit_options(
+            parser.parse_args([*line.split(), "--pass", "one", "--pass", "two"])
+        )
     )
     assert read == Options(
         plan=Plan("int8"),
@@ -126,7 +128,7 @@ def test_options_equal_the_backend_options(workdir: Path) -> None:
         root="a.b",
         passes=("one", "two"),
     )
-    assert model_args.given(parser.parse_args(["json:loads"])) == {}
+    assert model_args.explicit_options(parser.parse_args(["json:loads"])) == {}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from qsync_fx.backend.cuda import tuning
 from qsync_fx.backend.cuda.layer_times import LayerTimes, layer_problem
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
 from qsync_fx.backend.cuda.runtime import event_timer
-from qsync_fx.backend.cuda.selection.select import decide, way
+from qsync_fx.backend.cuda.selection.select import decide, dispatch_path
 from qsync_fx.backend.cuda.tuning import Environment, TimingRecording
 from qsync_fx.cli import main
 from tests.support.cuda.tuning_samples import problem_from
@@ -53,7 +53,7 @@ LAYER = GemmProblem(
 
 
 def names(problem: Problem) -> list[str]:
-    selection = way(problem, "sm_80")
+    selection = dispatch_path(problem, "sm_80")
     return [] if isinstance(selection, str) else [config.name for config in selection.configs]
 
 

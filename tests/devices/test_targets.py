@@ -272,7 +272,7 @@ def test_kernels_are_queried_for_the_formats_of_the_device() -> None:
         explanation = qsync_fx.explain(
             model, x, options={"precision": "int8", "target": target, "skip_unprofitable": False}
         )
-        with explanation.there():
+        with explanation.on_target():
             formats = [
                 (problem.a, problem.b) for problem in problems_of(explanation.lowered_graphs)
             ]

@@ -25,7 +25,7 @@ from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.runtime import device_state as known_devices
 from qsync_fx.backend.cuda.runtime.device_state import assumed
-from qsync_fx.backend.cuda.selection.select import of_problems, way
+from qsync_fx.backend.cuda.selection.select import dispatch_path, of_problems
 from qsync_fx.backend.cuda.tuning import TunedChoice, TuningTable
 from qsync_fx.backend.operators.layer_kernels import problems_of
 from qsync_fx.diagnostics import explain
@@ -157,7 +157,7 @@ def kernels_of(requested: Sequence[Problem], arch: Arch) -> list[TranslationUnit
 
 
 def _first(problem: Problem, arch: Arch) -> tuple[Any, ...]:
-    selection = way(problem, arch)
+    selection = dispatch_path(problem, arch)
     return () if isinstance(selection, str) else selection.configs[:1]
 
 

@@ -346,7 +346,9 @@ def test_the_saved_bytes_of_every_precision() -> None:
         note = node_metadata.NOTE[site.node]
         if note.kind is Kind.ADJUSTABLE and note.row is not None and note.row.name == "linear":
             int8, bf16 = (
-                graph.costing.own(site.node, OperandState(fmt, FORMATS["bf16"])).saved_bytes
+                graph.costing.cost_without_casts(
+                    site.node, OperandState(fmt, FORMATS["bf16"])
+                ).saved_bytes
                 for fmt in (FORMATS["int8"], FORMATS["bf16"])
             )
             assert int8 < bf16, (

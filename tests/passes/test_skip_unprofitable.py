@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx.backend.cuda.runtime.device_state import assumed
-from qsync_fx.backend.cuda.selection.select import way
+from qsync_fx.backend.cuda.selection.select import dispatch_path
 from qsync_fx.backend.cuda.tuning import Environment, TunedChoice, TuningTable, counterpart
 from qsync_fx.backend.operators import convolution
 from qsync_fx.backend.operators.gemm import cpu_kernels
@@ -365,7 +365,7 @@ def test_tuning_table_decides_on_a_gpu() -> None:
     (problem, *_) = problems_of(
         qsync_fx.explain(model, x, options={"precision": "int8"}).lowered_graphs
     )
-    kernels = way(problem, "sm_80")
+    kernels = dispatch_path(problem, "sm_80")
     assert not isinstance(kernels, str)
     name = kernels.configs[0].name
     wide = counterpart(problem)

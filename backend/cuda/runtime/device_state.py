@@ -115,7 +115,7 @@ def known_of(device: torch.device) -> DeviceState:
     if device.type != "cuda":
         return DeviceState(None, f"{device.type} has no kernels", None)
     # A device without an index means cuda:0: the device of a tensor always has an index.
-    return _known(device.index or 0)
+    return _state_of_index(device.index or 0)
 
 
 def decision(problem: Problem, device: torch.device) -> KernelDecision:
@@ -188,12 +188,12 @@ def _forget_decisions() -> None:
 
 def forget() -> None:
     """Drop the cached states of devices, so that new tuning tables are read."""
-    _known.cache_clear()
+    _state_of_index.cache_clear()
     _forget_decisions()
 
 
 @functools.cache
-def _known(index: int) -> DeviceState:
+def _state_of_index(index: int) -> DeviceState:
     if not switch("QSYNC_KERNELS"):
         return DeviceState(None, "kernels are disabled by QSYNC_KERNELS", None)
     if index >= torch.cuda.device_count():
@@ -205,7 +205,7 @@ def _known(index: int) -> DeviceState:
     if arch is None:
         return DeviceState(None, _no_kernels(capability), None)
     plain, full = _missing_tool(templates=False), _missing_tool()
-    if plain is not None and not _kept(arch):
+    if plain is not None and not _has_compiled_kernels(arch):
         return DeviceState(None, plain.what, None, compiles=False, lacks=plain.what, mend=plain.do)
     state = DeviceState(
         arch,
@@ -241,7 +241,7 @@ def _missing_tool(templates: bool = True) -> ToolchainError | None:
     return None
 
 
-def _kept(arch: Arch) -> bool:
+def _has_compiled_kernels(arch: Arch) -> bool:
     """Return whether compiled kernels for an architecture exist, local or built ahead of time."""
     with contextlib.suppress(QSyncError):
         folders = [*kernel_cache.ahead_of_time(), kernel_cache.root()]

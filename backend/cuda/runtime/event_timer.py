@@ -156,7 +156,7 @@ class EventTimer:
 
     def __init__(self, problem: Problem, used: Problem, device: torch.device) -> None:
         """Create copies of the operands; kernels run `used`, padded or re-laid-out."""
-        self._problem, self._taken, self._device = problem, used, device
+        self._problem, self._used_problem, self._device = problem, used, device
         self._runs: dict[str, list[Callable[[], Tensor]]] = {}
         self._launches: dict[str, int] = {}
         try:
@@ -186,7 +186,7 @@ class EventTimer:
         if isinstance(candidate, str):
             runs = [peer(self._problem, value) for value in self._copies]
         else:
-            problem, used = self._problem, self._taken
+            problem, used = self._problem, self._used_problem
             runs = [call_of(candidate, problem, used, value) for value in self._copies]
             if wrong := differs(runs[0](), self._copies[0]):
                 raise TuningError(f"its result is wrong: {wrong}", where=name)

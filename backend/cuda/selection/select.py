@@ -53,7 +53,7 @@ def decide(
     problem: Problem, arch: Arch, table: TuningTable | None = None, listed: Candidates = candidates
 ) -> KernelDecision:
     """Decide for one problem, with the tuning table of the device, among the kernels `listed`."""
-    path = way(problem, arch, listed)
+    path = dispatch_path(problem, arch, listed)
     if isinstance(path, str):
         return KernelDecision(None, problem, path)
     if choice := table and table.choice(problem):
@@ -69,7 +69,9 @@ def decide(
     return KernelDecision(config, path.problem, reason)
 
 
-def way(problem: Problem, arch: Arch, listed: Candidates = candidates) -> DispatchPath | str:
+def dispatch_path(
+    problem: Problem, arch: Arch, listed: Candidates = candidates
+) -> DispatchPath | str:
     """Return the form of a problem that has kernels, with fewest copies, or why there is none."""
     copies_cost_more = False
     for used in padding.alternatives(problem):
@@ -136,7 +138,7 @@ def of_problems(
         formats |= dict.fromkeys((problem.a, problem.b))
         read[problem.out] = None
         if every_candidate:
-            if isinstance(path := way(problem, arch), DispatchPath):
+            if isinstance(path := dispatch_path(problem, arch), DispatchPath):
                 configs |= dict.fromkeys(path.configs)
         elif (config := decide(problem, arch).config) is not None:
             configs[config] = None

@@ -29,8 +29,8 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from benchmarks.communication.ranks import found_by, told
-from benchmarks.paper.support.experiment import OPTIONS, beside, deviation
+from benchmarks.communication.ranks import found_by, requested_job
+from benchmarks.paper.support.experiment import OPTIONS, deviation, points_above
 from benchmarks.paper.support.run_cache import RunCache
 from benchmarks.paper.support.studied import SIZES, TASKS, Training
 from benchmarks.support.harness import (
@@ -141,7 +141,7 @@ class CodecTrainings:
             "way": method,
             "accuracy": statistics.fmean(each),
             "deviation": deviation(each),
-            **beside(each, [run["accuracy"] for run in full]),
+            **points_above(each, [run["accuracy"] for run in full]),
             "each": each,
             "loss above": statistics.fmean(losses) if converged else None,
             "loss error": deviation(losses) / math.sqrt(len(losses)) if converged else None,
@@ -171,7 +171,7 @@ def main(
         install: see `Install`.
         ranks: number of processes of a training.
     """
-    if (job := told()) is not None:
+    if (job := requested_job()) is not None:
         run_rank(job, install)
         return
     every = dict.fromkeys(itertools.chain([WHOLE], *methods.values()))

@@ -113,7 +113,7 @@ def deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def beside(each: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
+def points_above(each: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
     """Return the mean accuracy minus FP32's at equal seeds, and its standard error.
 
     Both are percentage points.

@@ -25,21 +25,21 @@ class RunCache:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._known: dict[str, Any] = {}
+        self._runs: dict[str, Any] = {}
         if path is not None and to_write(path).exists():
-            self._known = json.loads(path.read_text())
+            self._runs = json.loads(path.read_text())
 
     def __contains__(self, settings: Mapping[str, Any]) -> bool:
-        return _key(settings) in self._known
+        return _key(settings) in self._runs
 
     def get(self, settings: Mapping[str, Any], run: Callable[[], Any]) -> Any:
         """Return the cached JSON value of a run with these settings; call `run` if missing."""
         key = _key(settings)
-        if key not in self._known:
-            self._known[key] = {"settings": settings, "found": run()}
+        if key not in self._runs:
+            self._runs[key] = {"settings": settings, "found": run()}
             if self.path is not None:
-                write_text(self.path, json.dumps(self._known) + "\n")
-        return self._known[key]["found"]
+                write_text(self.path, json.dumps(self._runs) + "\n")
+        return self._runs[key]["found"]
 
 
 def _key(settings: Mapping[str, Any]) -> str:

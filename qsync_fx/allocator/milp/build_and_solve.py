@@ -108,7 +108,7 @@ def find(
         return Solution(None, INFINITY, INFINITY, result.infeasible, result.stopped)
     values = result.values.tolist()
     return Solution(
-        {device.name: device.formats.asked(values) for device in devices},
+        {device.name: device.formats.plan_of(values) for device in devices},
         result.objective / scale,
         result.bound / scale,
         infeasible=False,

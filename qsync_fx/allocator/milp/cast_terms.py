@@ -61,19 +61,19 @@ class Casting:
 
     def _change(self, change: IndexedChange) -> Iterator[CostTerm]:
         """Yield the times of a value's change from its own format to its operator's output."""
-        before, after = self._held(change.before), self.formats.outputs[change.operator]
+        before, after = self._format_spread(change.before), self.formats.outputs[change.operator]
         changed = CHANGED[change.wanted]
         pairs = [(s, t) for s in before for t in after if changed[NUMBERS[s]][NUMBERS[t]]]
         if not pairs:
             return
         both = self.program.joint(before, after)
         for source, target in pairs:
-            used = self._taken(change.operator, change.value, source, target)
+            used = self._seconds_of_cast(change.operator, change.value, source, target)
             yield CostTerm.of(change.operator, both[source, target], used)
 
     def _point(self, point: Point) -> Iterator[CostTerm]:
         """Yield the times of all casts of one value."""
-        before = self._held(point.before)
+        before = self._format_spread(point.before)
         wants: dict[int, list[_Want]] = {}
         saved: dict[tuple[int, int], list[_Want]] = {}
         behind: set[int] = set()
@@ -91,7 +91,7 @@ class Casting:
             for after, where in result.items():
                 already = None
                 if reader.used is not None and PLAIN[after]:
-                    already = self._held(reader.used).get(NAMES[after])
+                    already = self._format_spread(reader.used).get(NAMES[after])
                 if already is not None:
                     if constant(already) == 1:
                         continue
@@ -110,7 +110,9 @@ class Casting:
             # In the backward pass the last reader runs first and performs the cast.
             costs = {}
             for want in readers:
-                used = self._taken(want.owner, point.value, NAMES[fmt], NAMES[plain], False)
+                used = self._seconds_of_cast(
+                    want.owner, point.value, NAMES[fmt], NAMES[plain], False
+                )
                 costs[want.owner] = Seconds(0.0, used.forward)
             yield from self._first(readers[::-1], costs, None)
 
@@ -144,7 +146,7 @@ class Casting:
         both = self.program.joint(before, read)
         for after in wants:
             for name in self._sources(before, after):
-                used = self._taken(owner, value, name, NAMES[after])
+                used = self._seconds_of_cast(owner, value, name, NAMES[after])
                 yield CostTerm.of(owner, both[name, after], used)
 
     def _shared(
@@ -154,7 +156,8 @@ class Casting:
         sources = self._sources(before, after)
         costs = {
             name: {
-                want.owner: self._taken(want.owner, value, name, NAMES[after]) for want in readers
+                want.owner: self._seconds_of_cast(want.owner, value, name, NAMES[after])
+                for want in readers
             }
             for name in sources
         }
@@ -211,7 +214,7 @@ class Casting:
         """Return the formats of a value that must be converted to be read in a format."""
         return [name for name in before if name is not None and NEEDED[NUMBERS[name]][after]]
 
-    def _held(self, live: IndexedFormat) -> Spread:
+    def _format_spread(self, live: IndexedFormat) -> Spread:
         """Return the indicators of a value's format: its operator's output, or its own."""
         owned = NAMES[live.fixed]
         if live.operator < 0:
@@ -219,7 +222,7 @@ class Casting:
         inputs = self.formats.outputs[live.operator]
         return renamed(inputs, {name: name or owned for name in inputs})
 
-    def _taken(
+    def _seconds_of_cast(
         self, owner: int, value: int, before: Name, after: Name, differentiated: bool = True
     ) -> Seconds:
         return cast_seconds(

@@ -126,7 +126,7 @@ class Formats:
         for index, operator in enumerate(self.graph.operators):
             self.states.append(self._states(index, operator))
 
-    def asked(self, values: Sequence[float]) -> dict[str, str]:
+    def plan_of(self, values: Sequence[float]) -> dict[str, str]:
         """Return the plan for values of the variables."""
         return {
             operator: max(entry, key=lambda fmt: values[entry[fmt]])

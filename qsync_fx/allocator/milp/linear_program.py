@@ -69,7 +69,7 @@ class LinearProgram:
     def __init__(self) -> None:
         self.costs: list[float] = []
         self.upper: list[float] = []
-        self.whole: list[bool] = []
+        self.integral: list[bool] = []
         self._starts: list[int] = [0]
         self._variables: list[int] = []
         self._factors: list[float] = []
@@ -81,13 +81,13 @@ class LinearProgram:
     @property
     def choices(self) -> Array:
         """Indices of the integer variables."""
-        return np.flatnonzero(self.whole)
+        return np.flatnonzero(self.integral)
 
     def variable(self, cost: float = 0.0, upper: float = 1.0, full: bool = False) -> int:
         """Return a new variable with lower bound 0; `full` makes it an integer variable."""
         self.costs.append(cost)
         self.upper.append(upper)
-        self.whole.append(full)
+        self.integral.append(full)
         return len(self.costs) - 1
 
     def row(self, terms: Expression, least: float = -INFINITY, most: float = INFINITY) -> None:
@@ -216,7 +216,7 @@ class LinearProgram:
         matrix.value_ = np.array(self._factors)
         if not relaxed:
             kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-            problem.integrality_ = [kinds[full] for full in self.whole]
+            problem.integrality_ = [kinds[full] for full in self.integral]
         highs.passModel(problem)
         return highs
 

@@ -56,7 +56,7 @@ class LinearizedMemory:
         `passes` is the peak of both passes by the evaluator, in bytes.
         """
         reference = _Reference(
-            states.names, _held(states, step_tasks(states) if tasks is None else tasks)
+            states.names, _live_bytes(states, step_tasks(states) if tasks is None else tasks)
         )
         before = max((self._value(moment, states.names) for moment in self.moments), default=0.0)
         if all(entry.names != reference.names for entry in self._references):
@@ -86,7 +86,7 @@ class LinearizedMemory:
 
     def _wrote(self, moment: Moment, index: int, state: StateNames) -> float:
         """Return an operator's live bytes, averaged over plans with the most similar state."""
-        likeness = [_alike(reference.names[index], state) for reference in self._references]
+        likeness = [_similarity(reference.names[index], state) for reference in self._references]
         best = max(likeness)
         sizes = [
             reference.at(moment).get(index, 0)
@@ -96,11 +96,11 @@ class LinearizedMemory:
         return sum(sizes) / len(sizes)
 
 
-def _alike(item: StateNames, other: StateNames) -> tuple[bool, bool]:
+def _similarity(item: StateNames, other: StateNames) -> tuple[bool, bool]:
     return item == other, item[0] == other[0]
 
 
-def _held(states: States, tasks: Sequence[Task]) -> Mapping[Moment, Mapping[int, int]]:
+def _live_bytes(states: States, tasks: Sequence[Task]) -> Mapping[Moment, Mapping[int, int]]:
     graph = states.graph
     wrote: dict[Buffer, int] = {}
     for task in tasks:

@@ -51,7 +51,9 @@ class Passes:
     def saved(self, index: int, value: int) -> list[Buffer]:
         """Return the buffers of a value that an operator saves."""
         name = self.forward.graph.values[value].name
-        return [buffer for buffer in self.forward.kept.get(index, ()) if buffer.name == name]
+        return [
+            buffer for buffer in self.forward.saved_buffers.get(index, ()) if buffer.name == name
+        ]
 
     def extras(self, index: int) -> Mapping[str, int]:
         """Return the bytes of an operator's masks and statistics that are read again, by name."""
@@ -193,7 +195,7 @@ class SavedTensorsBound:
             if not read_again or not all(wanted.values()):
                 continue
             value, stored = forward.root(read.value), None
-            if forward.given(read.value):
+            if forward.exists_before_step(read.value):
                 stored = self.graph.values[value].own
             if forward.is_part(read.value):
                 value = read.value

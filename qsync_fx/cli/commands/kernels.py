@@ -209,7 +209,7 @@ def _units(arch: Arch, arguments: argparse.Namespace) -> list[TranslationUnit]:
     from qsync_fx.backend.cuda.selection import select
 
     if arguments.model is None:
-        for option in model_args.given(arguments):
+        for option in model_args.explicit_options(arguments):
             do = "add --model, or remove the option"
             raise OptionError("the option requires a model", where=model_args.flag(option), do=do)
         return select.of_all(arch)

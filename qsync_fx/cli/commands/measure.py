@@ -115,7 +115,7 @@ def _from_catalog(arguments: argparse.Namespace) -> None:
 
     measuring = {
         model_args.flag(name): value
-        for name, value in model_args.given(arguments).items()
+        for name, value in model_args.explicit_options(arguments).items()
         if name != "precision"
     }
     measuring |= {

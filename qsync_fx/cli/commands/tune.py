@@ -215,9 +215,9 @@ def _compile(problems: Sequence[Problem], arch: Arch) -> None:
 
 
 def _candidates(problem: Problem, arch: Arch) -> Sequence[Any]:
-    from qsync_fx.backend.cuda.selection.select import way
+    from qsync_fx.backend.cuda.selection.select import dispatch_path
 
-    result = way(problem, arch)
+    result = dispatch_path(problem, arch)
     return () if isinstance(result, str) else result.configs
 
 
@@ -226,13 +226,13 @@ def _measuring(
 ) -> tuple[Callable[[Problem], RecordingTimer], dict[Problem, RecordingTimer]]:
     """Return a factory of timers on a GPU, and the dict that collects them by problem."""
     from qsync_fx.backend.cuda.runtime.event_timer import EventTimer
-    from qsync_fx.backend.cuda.selection.select import way
+    from qsync_fx.backend.cuda.selection.select import dispatch_path
     from qsync_fx.backend.cuda.tuning import RecordingTimer
 
     keepers: dict[Problem, RecordingTimer] = {}
 
     def make(problem: Problem) -> RecordingTimer:
-        result = way(problem, arch)
+        result = dispatch_path(problem, arch)
         # Timings are retained, but the tensors of finished measurements are freed.
         for keeper in keepers.values():
             keeper.timer = None

@@ -216,8 +216,8 @@ class DuoCompressor(DdpCompressor):
         pieces, checks = [self._plain[place] for place in places], self._checks(averaged.step)
         averaged.buckets.append(Bucket(index, averaged.step, values, pieces, views, checks))
         for place, view, gradient in zip(places, views, gradients, strict=True):
-            averaged.gradients[place] = self._optimized.own(place, view)
-            averaged.means[place] = self._optimized.own(place, gradient)
+            averaged.gradients[place] = self._optimized.local_part(place, view)
+            averaged.means[place] = self._optimized.local_part(place, gradient)
 
     def _close(self, averaged: PendingStep) -> Tensor:
         factor = None

@@ -47,7 +47,7 @@ class ReplicatedParameters:
     def take(self, optimizer: Optimizer) -> None:
         """Replace the optimizer's parameters by `stepped`."""
 
-    def own(self, place: int, gradient: Tensor) -> Tensor:
+    def local_part(self, place: int, gradient: Tensor) -> Tensor:
         """Return a view of the part of a gradient for this rank's optimizer."""
         return gradient
 
@@ -119,7 +119,7 @@ class ShardedParameters(ReplicatedParameters):
                 raise OptionError(text, where=piece.name, do=do)
         self._reducer = Reducer(group, state)
         self.tally: CommunicationStatistics | None = self._reducer.tally
-        shards = [self.own(place, p.detach()) for place, p in enumerate(parameters)]
+        shards = [self.local_part(place, p.detach()) for place, p in enumerate(parameters)]
         self.stepped = [nn.Parameter(shard.clone()) for shard in shards]
         self.committed = self._copies(memory)
 
@@ -148,7 +148,7 @@ class ShardedParameters(ReplicatedParameters):
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
-    def own(self, place: int, gradient: Tensor) -> Tensor:
+    def local_part(self, place: int, gradient: Tensor) -> Tensor:
         piece = self._pieces[place]
         return geometry.flat(piece, gradient)[piece.part(self._state.rank)]
 
@@ -167,7 +167,7 @@ class ShardedParameters(ReplicatedParameters):
             gradient = p.grad
             if gradient.stride() != p.stride():
                 gradient = torch.empty_like(p).copy_(gradient)
-            part.grad = self.own(place, gradient).clone()
+            part.grad = self.local_part(place, gradient).clone()
             if not used:
                 part.grad.fill_(torch.nan)  # skips the step on this rank, too
 
@@ -226,7 +226,7 @@ class ShardedParameters(ReplicatedParameters):
 
     def reload(self) -> None:
         for place, (p, part) in enumerate(zip(self._parameters, self.stepped, strict=True)):
-            part.detach().copy_(self.own(place, p.detach()))
+            part.detach().copy_(self.local_part(place, p.detach()))
 
     def _show(
         self, reducer: Reducer, pieces: Sequence[ParameterSlice], step: int, compared: bool
@@ -261,7 +261,7 @@ class ShardedParameters(ReplicatedParameters):
             shape, where = list(value.shape), self._pieces[place].name
             text = f"the optimizer state {name} {shape} cannot be sharded like its parameter"
             raise OptionError(f"{text} {list(p.shape)}", where=where, do="remove sharded=...")
-        return self.own(place, torch.empty_like(p, dtype=value.dtype).copy_(value)).clone()
+        return self.local_part(place, torch.empty_like(p, dtype=value.dtype).copy_(value)).clone()
 
     def _total(self, value: float, step: int) -> float:
         """Return the sum of `value` over ranks, in rank order."""

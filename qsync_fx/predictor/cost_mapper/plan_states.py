@@ -68,9 +68,9 @@ class States:
     casts: tuple[PlannedCast, ...]
     unpacked: tuple[PlannedCast, ...]
 
-    def held(self, value: int) -> Name:
+    def format_of(self, value: int) -> Name:
         """Return the format of a value by its index."""
-        return _held(self.graph, self.names, value)
+        return _format_of(self.graph, self.names, value)
 
     def saved(self) -> dict[Kept, Size]:
         """Return the bytes saved for backward by value and format; shared tensors count once."""
@@ -182,8 +182,8 @@ def _casts(graph: ModelGraph, result: Sequence[StateNames]) -> Iterator[PlannedC
     def cast(read: ModelRead, precision: Name, owner: int | None) -> Iterator[PlannedCast]:
         if read.point is None or owner is None:
             return
-        before = format_named(_held(graph, result, read.origin))
-        used = format_named(_held(graph, result, read.value))
+        before = format_named(_format_of(graph, result, read.origin))
+        used = format_named(_format_of(graph, result, read.value))
         wanted = format_named(read.wanted[precision or ""])
         if before is None or wanted is None or not needs_cast(before, used, wanted):
             return
@@ -201,7 +201,7 @@ def _casts(graph: ModelGraph, result: Sequence[StateNames]) -> Iterator[PlannedC
     for index, operator in enumerate(graph.operators):
         if operator.converts:
             value = operator.reads[0].value
-            yield from change(index, value, _held(graph, result, value), wanted=True)
+            yield from change(index, value, _format_of(graph, result, value), wanted=True)
             continue
         for read in operator.reads:
             yield from cast(read, result[index][0], index)
@@ -239,7 +239,7 @@ def unpacked_format(operator: ModelOperator, read: ModelRead, precision: Name) -
     return decided.unpacked.get(precision)
 
 
-def _held(graph: ModelGraph, result: Sequence[StateNames], index: int) -> Name:
+def _format_of(graph: ModelGraph, result: Sequence[StateNames], index: int) -> Name:
     value = graph.values[index]
     if value.operator is None:
         return value.own

@@ -12,7 +12,14 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from qsync_fx.formats import FORMATS, FP32
-from qsync_fx.predictor.memory.buffers import Buffer, Task, Values, attends, draws_alone, whole
+from qsync_fx.predictor.memory.buffers import (
+    Buffer,
+    Task,
+    Values,
+    attends,
+    draws_alone,
+    integer_size,
+)
 from qsync_fx.predictor.memory.cuda_memory import on_gpu
 from qsync_fx.predictor.model.model_graph import ModelGraph, ModelOperator, Name
 
@@ -44,7 +51,7 @@ def _kept_whole(
     # With dropout, the cost in one state may refer to operands that are converted for it.
     costs = operator.costs.values() if drops else [operator.costs[state]]
     full = any(key == name for cost in costs for key, _ in cost.saved)
-    return values.is_part(read) and full and values.states.held(root) == (state[0] or state[1])
+    return values.is_part(read) and full and values.states.format_of(root) == (state[0] or state[1])
 
 
 def _width(operator: ModelOperator) -> int:
@@ -74,10 +81,10 @@ class Matrices:
         result, size = graph.values[operator.result], FORMATS[fmt].dtype.itemsize
         # Each row of the scores yields one row of the result, as wide as a row of the values.
         width = _width(operator)
-        rows = whole(result.numel) // width
-        across = whole(graph.values[operator.reads[QUERY].value].numel) // rows
-        scores = whole(operator.costs[state].forward.flops) // (2 * (across + width))
-        drops = gpu or scores in map(whole, operator.costs[state].saved.values())
+        rows = integer_size(result.numel) // width
+        across = integer_size(graph.values[operator.reads[QUERY].value].numel) // rows
+        scores = integer_size(operator.costs[state].forward.flops) // (2 * (across + width))
+        drops = gpu or scores in map(integer_size, operator.costs[state].saved.values())
 
         def buffer(name: str, bytes_: int, fmt: Name = None) -> Buffer:
             return Buffer(f"{name} of {result.name}", fmt, bytes_)
@@ -106,11 +113,11 @@ class Matrices:
     @property
     def saved(self) -> frozenset[Buffer]:
         """Tensors saved for backward; without dropout it reads the weights and not the scores."""
-        result = frozenset((*self.factors, self.weights, *self.kept))
+        result = frozenset((*self.factors, self.weights, *self.other_saved))
         return result | {self.scores} if self.mask is not None else result
 
     @property
-    def kept(self) -> tuple[Buffer, ...]:
+    def other_saved(self) -> tuple[Buffer, ...]:
         """Saved tensors in addition to factors, scores and weights."""
         return tuple(filter(None, (self.statistics, self.mask)))
 
@@ -136,7 +143,7 @@ class Matrices:
         transposed = frozenset(sources[QUERY] | sources[KEY])
         rest = frozenset[Buffer]().union(*sources[VALUE + 1 :])
         drawn = tuple(filter(None, (self.numbers or self.mask,)))
-        softmax = (*self.kept, self.weights, self.exponentials)
+        softmax = (*self.other_saved, self.weights, self.exponentials)
         written = tuple(item for item in softmax if item is not None and item not in drawn)
         return [
             Task(name, False, False, transposed, (query, key), anew=True),
@@ -164,7 +171,7 @@ class Matrices:
         if VALUE in made:
             task(True, {self.weights, argument}, made[VALUE])
         if QUERY in made or KEY in made:
-            softmax = {self.weights if self.mask is None else self.scores, *self.kept}
+            softmax = {self.weights if self.mask is None else self.scores, *self.other_saved}
             if self.mask is not None and self.exponentials is None:
                 # In FP32 the weights are recomputed from the scores at any time before their use.
                 again = replace(self.weights, name=f"{self.weights.name} again")

@@ -27,9 +27,9 @@ from qsync_fx.predictor.memory.buffers import (
     attends,
     convolves,
     has_expensive_gradient,
+    integer_size,
     pools,
     value_bytes,
-    whole,
 )
 from qsync_fx.predictor.memory.cuda_memory import convolution_workspace, on_gpu
 from qsync_fx.predictor.memory.forward import Forward, Sources
@@ -60,7 +60,7 @@ class Backward:
         self._gradients: dict[int, Sources] = {}
         self._arrived: set[int] = set()
         self._carried: dict[Buffer, Buffer] = {}
-        self._turned = {forward.root(o.result) for o in self.graph.operators if o.row in _TURNS}
+        self._transposed = {forward.root(o.result) for o in self.graph.operators if o.row in _TURNS}
         self._there_again: set[Buffer] = set()
         self._scales: dict[Buffer, Buffer] = {}
         self._repeated: dict[Buffer, Buffer] = {}
@@ -99,7 +99,7 @@ class Backward:
         root = self.forward.root(value)
         if self.graph.values[root].differentiated:
             sources |= self._gradients.get(root, frozenset())
-            fmt = self.forward.states.held(root)
+            fmt = self.forward.states.format_of(root)
             self._gradients[root] = self._bounded(operator, root, sources, fmt)
 
     def _repeat(self, index: int) -> None:
@@ -125,7 +125,7 @@ class Backward:
         if self.forward.multiplies(operator):
             self._product(index, operator, incoming)
             return
-        saved = self._now(self.forward.kept.get(index, frozenset()))
+        saved = self._now(self.forward.saved_buffers.get(index, frozenset()))
         for buffer in saved & (self.forward.again.keys() - self._there_again):
             self._there_again.add(buffer)
             self._task(operator.id, False, self.forward.again[buffer], buffer)
@@ -151,10 +151,10 @@ class Backward:
 
     def _spread(self, operator: ModelOperator, value: int, outgoing: Sources) -> Sources:
         """Return the sources of an operand's gradient: a reduction if the operand was broadcast."""
-        size, full = (whole(self.graph.values[n].numel) for n in (value, operator.result))
+        size, full = (integer_size(self.graph.values[n].numel) for n in (value, operator.result))
         if operator.row not in SPREADS or size >= full:
             return outgoing
-        buffer = self._buffer(value, self.forward.states.held(value))
+        buffer = self._buffer(value, self.forward.states.format_of(value))
         self._task(operator.id, False, outgoing, buffer, sums=True)
         return frozenset({buffer})
 
@@ -213,7 +213,7 @@ class Backward:
     ) -> Sources:
         fmt, value = self.forward.states.names[index][1], operator.reads[0].value
         gradient = self._materialized(operator, incoming, fmt)
-        size = INDEX * whole(self.graph.values[operator.result].numel)
+        size = INDEX * integer_size(self.graph.values[operator.result].numel)
         places = Buffer(f"places of {self._name(value)}", None, size)
         self._task(operator.id, False, saved, places)
         buffer = self._buffer(value, fmt)
@@ -224,7 +224,7 @@ class Backward:
         """Materialize the gradient of an operator's result in a format."""
         buffer = self._buffer(operator.result, fmt)
         # The gradient of a transposed view is copied into another layout.
-        if len(incoming) == 1 and operator.result not in self._turned:
+        if len(incoming) == 1 and operator.result not in self._transposed:
             (only,) = incoming
             if (only.format, only.bytes) == (fmt, buffer.bytes):
                 return only
@@ -251,7 +251,7 @@ class Backward:
             workspace = 0
             if attends(operator):
                 factors.append(self._factor(index, operator, 2, carrier))
-                factors += self._now(self.forward.kept.get(index, frozenset()))
+                factors += self._now(self.forward.saved_buffers.get(index, frozenset()))
             elif on_gpu(self.graph):
                 operand_bytes = sum(self.forward.bytes(value, carrier) for value in values)
                 result_bytes = sum(buffer.bytes for buffer in made.values())
@@ -400,7 +400,7 @@ def _forward_flops(forward: Forward, task: Task) -> float:
         products.add(matrices.scores.name)
     if products.isdisjoint(buffer.name for buffer in task.writes):
         return 1.0
-    flops = whole(operator.costs[forward.states.names[index]].forward.flops)
+    flops = integer_size(operator.costs[forward.states.names[index]].forward.flops)
     return float(max(flops // len(products), 1))
 
 
@@ -416,7 +416,7 @@ def _unread_bytes(forward: Forward, read: Set[Buffer], index: int) -> int:
             continue
         for argument, item in enumerate(operator.reads):
             root = forward.root(item.value)
-            if not forward.given(root):
+            if not forward.exists_before_step(root):
                 continue
             factor = forward.factors.get((place, argument), root)
             is_factor = forward.multiplies(operator) and factor is None

@@ -52,7 +52,7 @@ def pools(operator: ModelOperator) -> bool:
     return operator.row.startswith("max_pool")
 
 
-def whole(size: Size) -> int:
+def integer_size(size: Size) -> int:
     """Return a size as an integer; raise `ProfileError` for a symbolic size."""
     try:
         return int(size)
@@ -64,8 +64,8 @@ def whole(size: Size) -> int:
 
 def value_bytes(value: Value, fmt: Name) -> int:
     """Return the bytes of a value in a format."""
-    floats = FORMATS[fmt].dtype.itemsize * whole(value.numel) if fmt is not None else 0
-    return floats + whole(value.fixed)
+    floats = FORMATS[fmt].dtype.itemsize * integer_size(value.numel) if fmt is not None else 0
+    return floats + integer_size(value.fixed)
 
 
 class Values:
@@ -108,19 +108,19 @@ class Values:
     def made_by(self, value: int) -> ModelOperator | None:
         """Return the operator that computes a value; None for a value from before the step."""
         maker = self.graph.values[self.root(value)].operator
-        if maker is None or self.given(value):
+        if maker is None or self.exists_before_step(value):
             return None
         return self.graph.operators[maker]
 
-    def given(self, value: int) -> bool:
+    def exists_before_step(self, value: int) -> bool:
         """Return whether a value exists before the step."""
         return self.graph.values[self.root(value)].source != "operator"
 
     def is_part(self, value: int) -> bool:
         """Return whether a value is a view of part of a larger one; products read it as a copy."""
         whole_one = self.graph.values[self.root(value)]
-        numel = whole(self.graph.values[value].numel)
-        return not self.given(value) and numel < whole(whole_one.numel)
+        numel = integer_size(self.graph.values[value].numel)
+        return not self.exists_before_step(value) and numel < integer_size(whole_one.numel)
 
 
 class Category(StrEnum):

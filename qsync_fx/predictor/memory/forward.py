@@ -23,8 +23,8 @@ from qsync_fx.predictor.memory.buffers import (
     attends,
     convolves,
     draws_alone,
+    integer_size,
     pools,
-    whole,
 )
 from qsync_fx.predictor.memory.cuda_memory import convolution_workspace, on_gpu
 from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name
@@ -49,7 +49,7 @@ class Forward(Values):
         super().__init__(states)
         self._fused_attention = fused_attention
         graph, count = self.graph, len(self.graph.operators)
-        self.kept: dict[int, Sources] = {}
+        self.saved_buffers: dict[int, Sources] = {}
         self.factors: dict[tuple[int, int], Buffer | None] = {}
         self.matrices: dict[int, Matrices] = {}
         self.again: dict[Buffer, Sources] = {}
@@ -62,7 +62,7 @@ class Forward(Values):
         }
         self._extras: dict[int, list[Buffer]] = {}
         self._made_at: dict[Buffer, int] = {}
-        self._there: dict[tuple[int, Name], Buffer] = {}
+        self._buffers: dict[tuple[int, Name], Buffer] = {}
         for index, operator in enumerate(graph.operators):
             if self.root(operator.result) == operator.result:
                 self._operator(index, operator)
@@ -86,7 +86,7 @@ class Forward(Values):
         return frozenset(self._extras.get(index, ()))
 
     def _wanted(self, read: ModelRead, precision: Name) -> Name:
-        return read.wanted.get(precision or "") or self.states.held(read.value)
+        return read.wanted.get(precision or "") or self.states.format_of(read.value)
 
     def _operator(self, index: int, operator: ModelOperator) -> None:
         result, (precision, output) = operator.result, self.states.names[index]
@@ -118,7 +118,7 @@ class Forward(Values):
         """Return the buffer of a materialized result, from which its readers compute."""
         buffer = Buffer(self.graph.values[result].name, output, self.bytes(result, output))
         self._sources[result] = frozenset({buffer})
-        self._there[result, output] = buffer
+        self._buffers[result, output] = buffer
         return buffer
 
     def _strides(self, operator: ModelOperator, read: ModelRead, fmt: Name) -> bool:
@@ -129,7 +129,7 @@ class Forward(Values):
             and self.graph.device == "cpu"
             and maker is not None
             and self.multiplies(maker)
-            and fmt == self.states.held(read.value)
+            and fmt == self.states.format_of(read.value)
         )
 
     def _attention(self, index: int, operator: ModelOperator) -> None:
@@ -147,7 +147,9 @@ class Forward(Values):
         """Return the sources of an elementwise result, and add tasks that write its extras."""
         if pools(operator):
             # Pooling materializes its operand and its result.
-            self._lie(operator.reads[0].value, self.states.held(operator.reads[0].value), index)
+            self._lie(
+                operator.reads[0].value, self.states.format_of(operator.reads[0].value), index
+            )
         sources = frozenset[Buffer]().union(*(self.read_of(read.value) for read in operator.reads))
         extras = self._extras[index] = self._extras_of(index, operator)
         if pools(operator):
@@ -175,25 +177,25 @@ class Forward(Values):
                 # An index within a pooling window is saved as one byte.
                 size = self.graph.values[operator.result].numel
             if settings.startswith("extra"):
-                extras.append(Buffer(f"{name} {settings}", None, whole(size)))
+                extras.append(Buffer(f"{name} {settings}", None, integer_size(size)))
         return extras
 
     def _part(self, value: int, fmt: Name, index: int) -> Buffer:
-        if (value, fmt) not in self._there:
+        if (value, fmt) not in self._buffers:
             buffer = Buffer(self.graph.values[value].name, fmt, self.bytes(value, fmt))
             self._task(index, False, self.read_of(value), buffer)
-            self._there[value, fmt] = buffer
-        return self._there[value, fmt]
+            self._buffers[value, fmt] = buffer
+        return self._buffers[value, fmt]
 
     def _lie(self, value: int, fmt: Name, index: int) -> Buffer | None:
         """Materialize a value for an operator; return None if it exists before the step."""
-        root, live = self.root(value), self.states.held(value)
-        if self.given(root):
+        root, live = self.root(value), self.states.format_of(value)
+        if self.exists_before_step(root):
             live = self.graph.values[root].own
             if fmt == live:
                 return None
-        if (root, fmt) in self._there:
-            return self._there[root, fmt]
+        if (root, fmt) in self._buffers:
+            return self._buffers[root, fmt]
         reads = self.read_of(root)
         scaled = fmt is not None and FORMATS[fmt].scaled
         if scaled:
@@ -202,7 +204,7 @@ class Forward(Values):
         category = Category.TEMPORARY if fmt == live else Category.CASTS
         buffer = Buffer(self.graph.values[root].name, fmt, self.bytes(root, fmt), category)
         self._task(index, scaled, reads, buffer)
-        self._there[root, fmt] = buffer
+        self._buffers[root, fmt] = buffer
         if fmt == live:
             self._sources[root] = frozenset({buffer})
         return buffer
@@ -243,15 +245,15 @@ class Forward(Values):
                         self._hold(index, root, fmt)
                 elif maker is not None and self.multiplies(maker):
                     # A wider copy is recomputed from the narrower one.
-                    formats = fmt, self.states.held(root)
+                    formats = fmt, self.states.format_of(root)
                     self._hold(index, root, min(formats, key=lambda name: self.bytes(root, name)))
-                elif not self.given(root):
+                elif not self.exists_before_step(root):
                     late.append((index, root, fmt))
-        certain = frozenset[Buffer]().union(*self.kept.values())
+        certain = frozenset[Buffer]().union(*self.saved_buffers.values())
         for index, root, fmt in late:
             operator, again = self.graph.operators[index], self._again(root, certain)
             maker = self.made_by(root)
-            if self._there.get((root, fmt)) in certain:
+            if self._buffers.get((root, fmt)) in certain:
                 self._hold(index, root, fmt)
             elif again is not None and maker is not None and maker.row in HEAVY:
                 self._add(index, (self._made_again(root, again),))
@@ -278,13 +280,13 @@ class Forward(Values):
         if operator is None or operator.row in GATHERS or self.multiplies(operator):
             return None
         index = self.graph.places[operator.id]
-        result = self.kept.get(index, frozenset())
+        result = self.saved_buffers.get(index, frozenset())
         for read in operator.reads:
-            if self.given(read.value):
+            if self.exists_before_step(read.value):
                 continue
             used = self.root(read.value)
-            formats = self._wanted(read, self.states.names[index][0]), self.states.held(used)
-            existing = {self._there[used, fmt] for fmt in formats if (used, fmt) in self._there}
+            formats = self._wanted(read, self.states.names[index][0]), self.states.format_of(used)
+            existing = {self._buffers[used, fmt] for fmt in formats if (used, fmt) in self._buffers}
             # A materialized source that is not saved would have to be materialized again.
             more = existing & certain or (None if existing else self._again(used, certain))
             if more is None:
@@ -296,12 +298,12 @@ class Forward(Values):
         self._add(index, filter(None, [self._lie(root, fmt, index)]))
 
     def _add(self, index: int, buffers: Iterable[Buffer]) -> None:
-        self.kept[index] = self.kept.get(index, frozenset()) | frozenset(buffers)
+        self.saved_buffers[index] = self.saved_buffers.get(index, frozenset()) | frozenset(buffers)
 
     def _gate(self, index: int, root: int) -> None:
         """Save the gate of a ReLU whose result is not saved otherwise: one byte per element."""
         value, sources = self.graph.values[root], self.read_of(root)
-        buffer = Buffer(value.name, None, whole(value.numel))
+        buffer = Buffer(value.name, None, integer_size(value.numel))
         last = max(index, *(self._made_at.get(source, 0) for source in sources), 0)
         self._task(last, False, sources, buffer)
         self._add(index, (buffer,))

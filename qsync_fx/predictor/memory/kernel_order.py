@@ -165,7 +165,7 @@ class _Pass:
                 self.readers[buffer].append(index)
             for place in self.before[index]:
                 self.after[place].add(index)
-        self.given = sum(buffer.bytes for buffer in inputs)
+        self.input_bytes = sum(buffer.bytes for buffer in inputs)
         self.output = sum(buffer.bytes for buffer in live)
 
     def estimated_peak(self, order: Sequence[int]) -> int:
@@ -174,7 +174,7 @@ class _Pass:
         freed = [0] * len(order)
         for buffer, readers in self.readers.items():
             freed[max(map(steps.__getitem__, readers))] += buffer.bytes
-        live = most = self.given
+        live = most = self.input_bytes
         for step, index in enumerate(order):
             live += self.sizes[index]
             most = max(most, live)
@@ -187,7 +187,7 @@ class _Pass:
         left = {buffer: len(readers) for buffer, readers in self.readers.items()}
         frees = [sum(b.bytes for b in reads if left.get(b) == 1) for reads in self.reads]
         ready = {index for index, count in enumerate(waits) if not count}
-        gap = max(self.given, self.output) - self.given
+        gap = max(self.input_bytes, self.output) - self.input_bytes
         result: list[int] = []
 
         def growth(index: int) -> tuple[int, int, int]:

@@ -20,9 +20,9 @@ from qsync_fx.predictor.memory.buffers import (
     Category,
     Kind,
     Task,
+    integer_size,
     lives,
     value_bytes,
-    whole,
 )
 from qsync_fx.predictor.memory.cuda_memory import (
     FRAGMENTATION,
@@ -183,7 +183,7 @@ def step_memory(
         return buffer.category, None
 
     trained = [parameter for parameter in states.graph.parameters if parameter.trained]
-    numels = [whole(parameter.numel) for parameter in trained]
+    numels = [integer_size(parameter.numel) for parameter in trained]
     gradients = sum(_parameter_bytes(states.graph, parameter) for parameter in trained)
     before: dict[Kind, int] = {(Category.PARAMETERS, None): _given_bytes(states.graph)}
     if state := training.optimizer.state_bytes(numels):
@@ -305,7 +305,7 @@ def _given_bytes(graph: ModelGraph) -> int:
 
 
 def _parameter_bytes(graph: ModelGraph, parameter: ModelParameter) -> int:
-    return allocated(graph, whole(parameter.numel) * parameter.dtype_bytes)
+    return allocated(graph, integer_size(parameter.numel) * parameter.dtype_bytes)
 
 
 @dataclass(frozen=True)

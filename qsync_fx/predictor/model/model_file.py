@@ -264,17 +264,17 @@ def restored(result: StoredGraph) -> ModelGraph:
 
 def _restored(result: StoredGraph) -> ModelGraph:
     sizes = [parsed(text) for text in result.sizes]
-    works = [[_at(sizes, index) for index in places] for places in result.works]
+    works = [[_item(sizes, index) for index in places] for places in result.works]
     if any(len(places) != 2 * len(WORKS) for places in works):
         raise Malformed(f" has works that are not {2 * len(WORKS)} sizes")
 
     def read(value: StoredRead) -> ModelRead:
-        return ModelRead(**{**vars(value), "wanted": _at(result.tables, value.wanted)})
+        return ModelRead(**{**vars(value), "wanted": _item(result.tables, value.wanted)})
 
     def cost(value: StoredCost) -> Cost:
-        places = _at(works, value.works)
+        places = _item(works, value.works)
         parts = dict(zip(WORKS, map(Work, places[::2], places[1::2]), strict=True))
-        saved = {(tensor, settings): _at(sizes, index) for tensor, settings, index in value.saved}
+        saved = {(tensor, settings): _item(sizes, index) for tensor, settings, index in value.saved}
         return Cost(**parts, saved=saved)
 
     def operator(value: StoredOperator) -> ModelOperator:
@@ -283,7 +283,7 @@ def _restored(result: StoredGraph) -> ModelGraph:
         return ModelOperator(**{**vars(value), "reads": reads, "costs": costs})
 
     def tensor(value: StoredValue) -> Value:
-        numel, fixed = _at(sizes, value.numel), _at(sizes, value.fixed)
+        numel, fixed = _item(sizes, value.numel), _item(sizes, value.fixed)
         return Value(**{**vars(value), "numel": numel, "fixed": fixed})
 
     return ModelGraph(
@@ -297,7 +297,7 @@ def _restored(result: StoredGraph) -> ModelGraph:
     )
 
 
-def _at(things: list[Any], index: int) -> Any:
+def _item(things: list[Any], index: int) -> Any:
     if not 0 <= index < len(things):
         raise Malformed(f" refers to number {index} of {len(things)}")
     return things[index]

@@ -165,13 +165,13 @@ class _SizedCosts(Mapping[StateNames, Cost]):
 
     def __init__(self, symbolic: Mapping[StateNames, Cost], now: Mapping[Size, Size]) -> None:
         self._symbolic, self._now = symbolic, now
-        self._known: dict[StateNames, Cost] = {}
+        self._cache: dict[StateNames, Cost] = {}
 
     def __getitem__(self, state: StateNames) -> Cost:
-        if state not in self._known:
+        if state not in self._cache:
             cost = self._symbolic[state]
-            self._known[state] = cost.each(lambda size: self._now.get(size, size))
-        return self._known[state]
+            self._cache[state] = cost.each(lambda size: self._now.get(size, size))
+        return self._cache[state]
 
     def __iter__(self) -> Iterator[StateNames]:
         return iter(self._symbolic)

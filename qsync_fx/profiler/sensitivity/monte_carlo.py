@@ -40,7 +40,7 @@ def lowered(plan: Plan) -> Run:
 
     def run(part: Explained, inputs: Sequence[Any]) -> Any:
         if id(part) not in modules:
-            with part.context.there():
+            with part.context.on_target():
                 modules[id(part)] = ReplayedPlan(part.snapshots, part.costing, plan).graph.module
         return modules[id(part)](*inputs)
 

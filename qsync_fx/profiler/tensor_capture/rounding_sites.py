@@ -131,7 +131,7 @@ def changes(
     """Return each adjustable operator's rounding site in each precision, the others in FP32."""
     result: dict[str, dict[str, RoundingSite]] = {}
     before = {str(op.id): op.precision for op in part.operators if op.kind is Kind.DEPENDENT}
-    with part.context.there():
+    with part.context.on_target():
         for item in part.operators:
             if item.kind is not Kind.ADJUSTABLE or item.row is None:
                 continue

@@ -149,7 +149,7 @@ class Taps:
             else:
                 branch = value.detach().requires_grad_()
             put(branched, place, branch)
-            tensors[place] = Tapped(_kept(branch, written), get_gradient_edge(branch))
+            tensors[place] = Tapped(_detached(branch, written), get_gradient_edge(branch))
         if follows:
             result = self.watch(operator.node, branched, {}, lambda: call(branched))
         else:
@@ -159,8 +159,8 @@ class Taps:
             # running it.
             if not written:
                 result = result.view_as(result)
-            tensors[OUTPUT] = Tapped(_kept(result, written), get_gradient_edge(result))
-        plain = tree_map_only(Tensor, functools.partial(_kept, written=written), argument)
+            tensors[OUTPUT] = Tapped(_detached(result, written), get_gradient_edge(result))
+        plain = tree_map_only(Tensor, functools.partial(_detached, written=written), argument)
         row = operator.row
         assert row is not None
         self._call_of_node[operator.node] = len(self.calls)
@@ -236,6 +236,6 @@ def is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _kept(value: Tensor, written: bool) -> Tensor:
+def _detached(value: Tensor, written: bool) -> Tensor:
     value = value.detach()
     return value.clone() if written else value

@@ -267,7 +267,7 @@ class GpuTimer:
         self.hold()
         marks = [self.mark() for _ in range(33)]
         torch.cuda.synchronize(device)
-        self._own = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+        self._overhead = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
 
     def mark(self) -> Any:
         kind: Any = torch.cuda.Event
@@ -282,7 +282,7 @@ class GpuTimer:
 
     def between(self, first: Any, last: Any) -> float:
         last.synchronize()
-        used: float = first.elapsed_time(last) - self._own
+        used: float = first.elapsed_time(last) - self._overhead
         return max(0.0, used / 1e3)
 
 

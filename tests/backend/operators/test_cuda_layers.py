@@ -20,7 +20,7 @@ from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
 from qsync_fx.backend.cuda.runtime.device_state import assumed
 from qsync_fx.backend.cuda.selection.candidates import candidates
-from qsync_fx.backend.cuda.selection.select import decide, way
+from qsync_fx.backend.cuda.selection.select import decide, dispatch_path
 from qsync_fx.backend.cuda.tuning import Environment, TunedChoice, TuningTable
 from qsync_fx.backend.operators import linear
 from qsync_fx.backend.operators.gemm.dispatch import KERNELS, RecordingDispatcher
@@ -39,7 +39,7 @@ def everything(arch: Arch, problems: list[Problem]) -> TuningTable:
     """Return a table in which kernels win every problem that they support."""
     choices = {}
     for problem in problems:
-        path = way(problem, arch)
+        path = dispatch_path(problem, arch)
         if not isinstance(path, str):
             name = path.configs[0].name
             choices[problem.bucket()] = TunedChoice(
@@ -101,7 +101,7 @@ def test_a_convolution_by_kernels(fmt: str, geometry: Geometry) -> None:
         "dgrad",
         "wgrad",
     ]
-    served = [p for p in problems if not isinstance(way(p, "sm_80"), str)]
+    served = [p for p in problems if not isinstance(dispatch_path(p, "sm_80"), str)]
     # No INT8 convolution kernel computes gradients.
     assert len(served) == 1 if fmt == "int8_grad" else len(served) > 1
     with kernels_on_the_cpu("sm_80", problems) as calls:

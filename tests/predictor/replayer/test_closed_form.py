@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.testing import assert_allclose
 from simulation import Device, simulated
 
-from benchmarks.predictor.replay_speed import Incremental, iteration, whole
+from benchmarks.predictor.replay_speed import Incremental, iteration, ready_times
 from qsync_fx.predictor.cost_mapper.times import Entry, Parameter, Part, Schedule
 from qsync_fx.predictor.replayer.device_timeline import (
     DeviceStep,
@@ -228,7 +228,7 @@ def test_changes_add_up(data: st.DataObject) -> None:
             random.random() - 0.3,
         )
         seconds[device, entry] += by
-        expected = iteration(whole(seconds, done_after), transfer, seconds.sum(-1), optimizer)
+        expected = iteration(ready_times(seconds, done_after), transfer, seconds.sum(-1), optimizer)
         assert_allclose(fast.changed(device, entry, by), expected, rtol=1e-9)
         assert_allclose(fast.seconds, expected, rtol=1e-9)
 
@@ -240,7 +240,7 @@ def test_sums_up_to_buckets(seed: int) -> None:
     seconds = random.random((2, 3, random.integers(0, 9)))
     done_after = np.sort(random.integers(0, seconds.shape[-1] + 1, random.integers(0, 5)))
     assert_allclose(
-        whole(seconds, done_after),
+        ready_times(seconds, done_after),
         np.stack([seconds[..., :done].sum(-1) for done in done_after], -1)
         if len(done_after)
         else np.zeros((2, 3, 0)),

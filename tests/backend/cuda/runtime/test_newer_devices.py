@@ -94,7 +94,7 @@ class Machine:
         patch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         patch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
         patch.setattr(devices, "_table", lambda index: None)
-        patch.setattr(devices, "_kept", lambda arch: False)
+        patch.setattr(devices, "_has_compiled_kernels", lambda arch: False)
         patch.delenv("QSYNC_KERNELS", raising=False)
         warned: set[str] = set()
         patch.setattr(quantize_launch, "_warned", warned)
@@ -221,8 +221,8 @@ def test_kernel_use_depends_on_tools_and_cache(
         toolchain.toolchain()
     except ToolchainError as error:
         pytest.skip(str(error))
-    original = devices._kept
-    Machine(monkeypatch).patch.setattr(devices, "_kept", original)
+    original = devices._has_compiled_kernels
+    Machine(monkeypatch).patch.setattr(devices, "_has_compiled_kernels", original)
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
     for name, value in named.items():
         monkeypatch.setenv(name, value)

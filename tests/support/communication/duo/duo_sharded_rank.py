@@ -85,14 +85,14 @@ def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
                 steps(stepper, parameters, *before)
             ahead, looks = copy.deepcopy((parameters, stepper))
             steps(looks, ahead, fast, rate)
-            local = [sharded.own(index, p.detach()) for index, p in enumerate(ahead)]
+            local = [sharded.local_part(index, p.detach()) for index, p in enumerate(ahead)]
             ahead_equal.append(same(local, sharded.stepped))
             for index, (p, old) in enumerate(
                 zip(ours.model.parameters(), exact.model.parameters(), strict=True)
             ):
                 gathered, previous, part = (
-                    sharded.own(index, p.detach()),
-                    sharded.own(index, old.detach()),
+                    sharded.local_part(index, p.detach()),
+                    sharded.local_part(index, old.detach()),
                     sharded.stepped[index].detach(),
                 )
                 widest = float((part - previous).abs().max()) if part.numel() else 0.0
@@ -102,7 +102,7 @@ def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         steps(stepper, parameters, *before)
         lossy = not same(
             [
-                sharded.own(position, p.detach())
+                sharded.local_part(position, p.detach())
                 for position, p in enumerate(ours.model.parameters())
             ],
             sharded.stepped,
