@@ -121,7 +121,7 @@ def codecs() -> Any:
     names = ("qsgd8", "qsgd4", "qsgd2", "1bit*", "1bit", "aqgb", "fp16", "bf16", "fp32")
     links = {"100mbit": "100 Mbps", "1gbit": "1 Gbps", "loopback": "loopback"}
     speeds = {
-        (row["rate"], row["way"]): row["to_half"]
+        (row["rate"], row["method"]): row["to_half"]
         for row in rows
         if row["transport"] in (None, "point_to_point")
     }
@@ -184,10 +184,10 @@ def prediction() -> Any:
     """Draw the signed errors of predicted step times and peak memory of mixed plans."""
     steps: dict[str, list[float]] = {}
     for row in rows_of("replay_accuracy"):
-        if row["way"] == "mapper" and "clock" not in row["case"]:
+        if row["method"] == "mapper" and "clock" not in row["case"]:
             steps[f"{_model(row)}\none device"] = list(row["each_%"].values())
     for row in rows_of("ddp_accuracy", threads=1):
-        if row["way"] == "replayed":
+        if row["method"] == "replayed":
             steps[f"{_model(row)}\ntwo ranks"] = row["each_%"]
     peaks: dict[str, list[float]] = {}
     for row in rows_of("memory_accuracy"):
@@ -219,9 +219,9 @@ def duo_curves() -> Any:
     """Draw the training loss of rank 0 in FP32, with qsgd2 and with DUO."""
     panels: dict[str, dict[str, Sequence[tuple[float, float]]]] = {}
     for row in rows_of("codec_accuracy"):
-        if row["way"] in ("fp32", "qsgd2", "duo0", "duo1", "duo2", "duo4"):
+        if row["method"] in ("fp32", "qsgd2", "duo0", "duo1", "duo2", "duo4"):
             part = 100 / len(row["loss"])
-            panels.setdefault(row["task"], {})[row["way"]] = [
+            panels.setdefault(row["task"], {})[row["method"]] = [
                 ((index + 0.5) * part, loss) for index, loss in enumerate(row["loss"])
             ]
     compared = {task: lines for task, lines in panels.items() if len(lines) > 1}
@@ -233,7 +233,7 @@ def slow_links() -> Any:
     panels: dict[str, dict[str, Sequence[tuple[float, float]]]] = {}
     for row in rows_of("slow_links"):
         points = [(seconds, 100 * reached) for seconds, reached in row["curve"]]
-        panels.setdefault(row["link"], {})[row["way"]] = points
+        panels.setdefault(row["link"], {})[row["method"]] = points
     return curves(panels, "training time, s", "accuracy, %")
 
 

@@ -94,7 +94,7 @@ def row(ranks: int, rate: str | None, reduction: Reduction, size: int) -> Row:
     made: dict[str, Any] = {
         "rate": rate or "loopback",
         "ranks": ranks,
-        **reduction.row(),
+        **dataclasses.asdict(reduction),
     }
     if reduction.wire is not None and reduction.theory is not None:
         made |= {

@@ -64,7 +64,7 @@ def rows(measured: dict[str, Any], rate: str | None, count: int) -> list[Row]:
         {
             "rate": rate or "loopback",
             "micro-batches": count,
-            "way": method,
+            "method": method,
             "seconds": value,
             "exposed": value - passes,
             "hidden": hidden if method == DUO else None,

@@ -118,7 +118,7 @@ def row(
         f"to_{name}": reduction.seconds / seconds for name, seconds in seconds_by_model.items()
     }
     return {
-        **reduction.row(),
+        **dataclasses.asdict(reduction),
         "predicted coding": transfer.coding,
         "stretches": transfer.stretches,
         **seconds_by_model,

@@ -39,7 +39,7 @@ from qsync_fx.predictor.replayer.cluster import TRANSPORTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, show
+from benchmarks.support.harness import show
 
 PLAIN: Final = "torch fp32"  # all-reduce
 HALF: Final = "torch fp16"  # comm hook that converts to FP16
@@ -61,11 +61,6 @@ class Reduction:
     theory: float | None = None
     transport: str | None = None  # of a codec
     to_pairwise: float | None = None  # time relative to the same codec point to point
-
-    def row(self) -> Row:
-        """Return the columns of a result file, in which the method is the "way"."""
-        columns = dataclasses.asdict(self)
-        return {"way": columns.pop("method"), **columns}
 
 
 def reductions(

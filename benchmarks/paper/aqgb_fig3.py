@@ -1,16 +1,16 @@
 """AQGB's Fig. 3 over real sockets: overlap of communication and computation.
 Ranks in network namespaces send the paper's blocks: 40, 20, 30 and 10 MB, ready at 0.27, 0.41, 0.61
-and 0.68 s of a step, with the deadline at 0.765 s. Sleeping replaces computation. The link has
-1 Gbps, or alternates between 650 Mbps and 1 Gbps; other rates give the curve of Fig. 3a. Column
-"way": "fp32" is uncompressed; AQGB estimates the link rate by the paper's rule, which counts idle
-time ("paper's rate"), or by this project's rule, which does not ("our rate"). Other columns: "by
-the rule" and "rule_last" are the results of the paper's allocation rule on an ideal link, "paper"
-the published number. "overlap" is the fraction of transfer time before the deadline, "overlap_last"
-before the last block is ready (0.68 s), and "end" the end of the last transfer in seconds: medians
-over the steps of all ranks, without the first step, which learns the block times. "ratios" are the
-chosen compression ratios of the blocks, and "ratio" their mean by size. A rank sends a copy to each
-other rank, where the paper broadcasts one. On a noisy machine, run it under `chrt -r 1`, which the
-result file reports as "real_time".
+and 0.68 s of a step, with the deadline at 0.765 s. Sleeping replaces computation. The link has 1
+Gbps, or alternates between 650 Mbps and 1 Gbps; other rates give the curve of Fig. 3a. Column
+"method": "fp32" is uncompressed; AQGB estimates the link rate by the paper's rule, which includes
+idle time ("paper's rate"), or by this project's rule, which does not ("our rate"). Other columns:
+"by the rule" and "rule_last" are the results of the paper's allocation rule on an ideal link,
+"paper" the published number. "overlap" is the fraction of transfer time before the deadline,
+"overlap_last" before the last block is ready (0.68 s), and "end" the end of the last transfer in
+seconds: medians over the steps of all ranks, without the first step, which learns the block times.
+"ratios" are the chosen compression ratios of the blocks, and "ratio" their mean by size. A rank
+sends a copy to each other rank, where the paper broadcasts one. On a noisy machine, run it under
+`chrt -r 1`, which the result file reports as "real_time".
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> None:
     rows: list[Row] = []
     for name, case in CASES.items():
         for variant in case.methods:
-            row: dict[str, Any] = {"link": name, "way": variant, "ranks": case.ranks}
+            row: dict[str, Any] = {"link": name, "method": variant, "ranks": case.ranks}
             if case.ranks == 2:
                 ideal = predicted(variant, case.rates)
                 row |= {"by the rule": ideal.overlap(DEADLINE)}
@@ -149,7 +149,7 @@ def measured(variant: str, case: Case, job: dict[str, Any]) -> dict[str, Any]:
                 sys.executable,
                 __file__,
                 "--rank",
-                json.dumps({**job, "way": variant, "folder": folder}),
+                json.dumps({**job, "method": variant, "folder": folder}),
             ]
             ended = links.run(places, command, {"OMP_NUM_THREADS": "1"}, seconds=600)
         finally:
@@ -209,9 +209,9 @@ def rank(job: dict[str, Any]) -> None:
         for index, (p, v) in enumerate(zip(parameters, values, strict=True))
     ]
     adaptive = Adaptive(
-        segment=max(2**12, round(2**20 * scale)), elapsed=job["way"] == "paper's rate"
+        segment=max(2**12, round(2**20 * scale)), elapsed=job["method"] == "paper's rate"
     )
-    codec = codec_named("fp32") if job["way"] == "fp32" else adaptive
+    codec = codec_named("fp32") if job["method"] == "fp32" else adaptive
     named = [(str(index), p) for index, p in enumerate(parameters)]
     assigned = to_all(codec, [1] * len(BLOCKS), 0)
     handle = DdpCompressor(

@@ -1,7 +1,7 @@
 """Accuracy and loss curves of data-parallel training with compressed gradients.
 Two processes train a ResNet on images, an LSTM text classifier and a GPT over loopback, with each
 codec and with torch's PowerSGD hook as the peer. Rows are as codec_trainings.py describes them; a
-row of the file stays if --only or --way excludes it. AQGB chooses its bits by the speed of the
+row of the file stays if --only or --method excludes it. AQGB chooses its bits by the speed of the
 loopback link, so that its row is near FP32; "aqgb12" has the fewest bits of AQGB.
 """
 

@@ -66,7 +66,7 @@ def main() -> None:
             for method in WAYS:
                 job = {
                     "rate": rate,
-                    "way": method,
+                    "method": method,
                     "seed": seed,
                     "quick": options.quick,
                     "width": WIDTH,
@@ -91,7 +91,7 @@ def row(rate: str | None, method: str, every: list[dict[str, Any]], aim: float) 
     ]
     return {
         "link": rate or "loopback",
-        "way": method,
+        "method": method,
         "seconds a step": statistics.fmean(run["seconds"] for run in every),
         "accuracy": statistics.fmean(last),
         "deviation": deviation(last),
@@ -103,7 +103,7 @@ def row(rate: str | None, method: str, every: list[dict[str, Any]], aim: float) 
 
 def trained(job: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = found_by(__file__, job, 2, job["rate"], seconds=1800)
-    print(f"{job['rate']}, {job['way']}, seed {job['seed']}: {result['curve'][-1]}", flush=True)
+    print(f"{job['rate']}, {job['method']}, seed {job['seed']}: {result['curve'][-1]}", flush=True)
     return result
 
 
@@ -125,10 +125,10 @@ def rank(job: dict[str, Any]) -> None:
     )
     model = nn.Sequential(nn.Flatten(), *layers)
     ddp = DistributedDataParallel(model, bucket_cap_mb=2)
-    if job["way"] == "fp16":
+    if job["method"] == "fp16":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif job["way"] != "fp32":
-        compress(ddp, job["way"], seed=job["seed"])
+    elif job["method"] != "fp32":
+        compress(ddp, job["method"], seed=job["seed"])
     parts = [
         batch[rank_index]
         for epoch in range(size.epochs)

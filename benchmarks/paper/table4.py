@@ -66,7 +66,7 @@ def rows(
             batches = [device.batch or batch for device in answer.problem.cluster.devices.values()]
             yield {
                 "cluster": cluster,
-                "way": method,
+                "method": method,
                 **train(f"{method} in {cluster}", plan, batches),
                 "steps_per_second": None if method == "oracle" else 1 / judged.seconds,
                 "variance": judged.variance,

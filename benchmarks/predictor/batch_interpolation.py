@@ -71,7 +71,7 @@ def rows_of(name: str, sizes: Sizes, rounds: int) -> list[Row]:
             row: dict[str, Any] = {
                 "case": name,
                 "batch": item.batch_size,
-                "way": run.label,
+                "method": run.label,
                 "passes_ms": 1e3 * run.passes,
                 "predicted_ms": 1e3 * seconds,
             }

@@ -4,7 +4,7 @@ profiles concurrently, because they share memory bandwidth and cores in training
 plans is compiled, and all pairs run interleaved. Around each run a uniform plan is measured: each
 rank's step without communication, an all-reduce of one bucket on idle ranks, and a DDP step. These
 calibrate the speed of ranks and network at that time, and the slowdown of a rank that communicates.
-`qsync_fx.replay` predicts each pair from the profiles and this calibration. "way" names the
+`qsync_fx.replay` predicts each pair from the profiles and this calibration. "method" names the
 predictor or an ablation: "without communication" is the slower rank alone, "no overlap"
 communicates after the backward pass, and "floor" is the difference between odd and even rounds.
 Columns: "mean_%" and "worst_%" are absolute errors of the step time, "bias_%" is the mean signed

@@ -103,7 +103,7 @@ def prediction_rows(name: str, folder: Path) -> list[Row]:
         off = [value - 1 for value in ratios(pairs, profiles, observed, middle, variant)]
         row: dict[str, Any] = {
             "case": name,
-            "way": variant,
+            "method": variant,
             "pairs": len(pairs),
             "step_ms": 1e3 * statistics.median(observed.pairs),
             "mean_%": 100 * statistics.mean(map(abs, off)),
@@ -135,7 +135,7 @@ def prediction_rows(name: str, folder: Path) -> list[Row]:
     )
     floor = {
         "case": name,
-        "way": "floor: odd against even rounds",
+        "method": "floor: odd against even rounds",
         "mean_%": mean,
         "worst_%": worst,
     }

@@ -291,7 +291,7 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
         rows.append(
             {
                 "case": name,
-                "way": predictor,
+                "method": predictor,
                 "plans": len(targets),
                 "passes_ms": 1e3 * statistics.mean(real.values()),
                 "step_ms": 1e3 * statistics.mean(steps.values()),
@@ -311,7 +311,7 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
     rows.append(
         {
             "case": name,
-            "way": "floor: odd against even rounds",
+            "method": "floor: odd against even rounds",
             "passes_mean_%": floor[0],
             "passes_worst_%": floor[1],
         }

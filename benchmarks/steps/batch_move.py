@@ -84,7 +84,7 @@ def rows_of(name: str, moved: Moved, rounds: int) -> list[Row]:
         steps[shapes] = compiled(moved.build(), shapes)
         seconds = [steps[shapes](size) for size in moved.sizes]
         columns = zip(("compile_s", "move_s", "second_move_s"), seconds, strict=True)
-        result[shapes] = {"case": name, "way": shapes, "sizes": "/".join(map(str, moved.sizes))}
+        result[shapes] = {"case": name, "method": shapes, "sizes": "/".join(map(str, moved.sizes))}
         result[shapes] |= dict(columns)
     torch._dynamo.reset()
     return list(result.values())

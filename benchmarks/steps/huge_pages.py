@@ -60,7 +60,7 @@ def main() -> None:
             rows.append(
                 {
                     "case": name,
-                    "way": variant,
+                    "method": variant,
                     "without_ms": 1e3 * statistics.median(without),
                     "huge_pages_ms": 1e3 * statistics.median(with_them),
                     "ratio": statistics.median(

@@ -201,7 +201,7 @@ _NAMES = (
     "codec",
     "isa",
     "what",
-    "way",
+    "method",
     "name",
     "product",
     "gradients",
@@ -259,12 +259,12 @@ OTHERS = {
     ),
     "two_bits": (
         "ResNet-8 with gradients in 2 bits by QSGD, 14 seeds.",
-        'python benchmarks/paper/codec_accuracy.py --only "ResNet-8, i" --way qsgd2 --seeds 14',
+        'python benchmarks/paper/codec_accuracy.py --only "ResNet-8, i" --method qsgd2 --seeds 14',
     ),
     "one_bit": (
         "ResNet-8 with two-level reductions in 8 bits and 1 bit, and DUO in 1 bit, 12 seeds.",
-        "python benchmarks/paper/two_level_accuracy.py --only ResNet --seeds 12 --way duo1 "
-        '--way "8 and 1 bits"',
+        "python benchmarks/paper/two_level_accuracy.py --only ResNet --seeds 12 --method duo1 "
+        '--method "8 and 1 bits"',
     ),
     "gpu_tests": ("Tests of kernels, training and models on a GPU.", "make test-gpu"),
     "gpu_tune": (
@@ -357,7 +357,7 @@ def _qsync(row: Row) -> bool:
     return str(row["name"]).startswith("qsync")
 
 
-UNIFORM = {"way": "uniform"}
+UNIFORM = {"method": "uniform"}
 FLEET = ("model", "cluster", "devices")
 CHARTS = {
     "Training steps on the CPU": {
@@ -404,7 +404,7 @@ STEPS = [
         "huge_pages",
         "time of a step with huge pages / without",
         "ratio",
-        lambda row: "copy" not in row["way"],
+        lambda row: "copy" not in row["method"],
         most=1,
     ),
     Figure(
@@ -465,7 +465,7 @@ COMMUNICATION = [
             "compressed_links",
             f"`{codec}`: speed / torch's FP16 hook",
             "to_half",
-            having(way=codec),
+            having(method=codec),
             least=1,
         )
         for codec in ("qsgd8", "qsgd4", "qsgd2", "1bit*", "aqgb")
@@ -474,7 +474,7 @@ COMMUNICATION = [
         "compressed_links",
         "all codecs: speed / torch's FP16 hook",
         "to_half",
-        lambda row: not row["way"].startswith("torch"),
+        lambda row: not row["method"].startswith("torch"),
         least=1,
     ),
     Figure("compressed_links", "time / model of the link", "to_model", met="model reached"),
@@ -507,8 +507,8 @@ COMMUNICATION = [
         Figure(
             "slow_links",
             f"`{codec}`: time to FP32's accuracy less 0.5 points / FP32",
-            ratio("slow_links", "seconds to aim", {"way": "fp32"}, "link"),
-            having(way=codec),
+            ratio("slow_links", "seconds to aim", {"method": "fp32"}, "link"),
+            having(method=codec),
             most=1,
         )
         for codec in ("fp16", "qsgd8", "qsgd4", "aqgb")
@@ -518,21 +518,21 @@ COMMUNICATION = [
             "codec_accuracy",
             f"`{codec}`: accuracy above FP32, points",
             "points",
-            having(way=codec),
+            having(method=codec),
             "{:+.2f}",
         )
         for codec in (
             *("fp16", "bf16", "aqgb", "aqgb12", "qsgd16", "qsgd8", "qsgd4", "qsgd4h", "qsgd2"),
             *("1bit*", "1bit", "duo0", "duo1", "duo2", "duo4", "powerSGD_hook"),
         )
-        if any(row["way"] == codec for row in runs_of("codec_accuracy")[0]["rows"])
+        if any(row["method"] == codec for row in runs_of("codec_accuracy")[0]["rows"])
     ),
     *(
         Figure(
             result,
             "accuracy above FP32, points",
             "points",
-            lambda row: row["way"] != "fp32",
+            lambda row: row["method"] != "fp32",
             "{:+.2f}",
         )
         for result in ("codec_parameters", "two_bits", "one_bit", "two_level_accuracy")
@@ -548,7 +548,7 @@ COMMUNICATION = [
         "aqgb_fig3",
         "overlap with AQGB, as a share of communication, with the paper's links",
         "overlap",
-        lambda row: row["way"] != "fp32" and row["link"] in ("1 Gbps", "650 Mbps and 1 Gbps"),
+        lambda row: row["method"] != "fp32" and row["link"] in ("1 Gbps", "650 Mbps and 1 Gbps"),
         "{:.0%}",
     ),
     Figure(
@@ -561,24 +561,26 @@ COMMUNICATION = [
     ),
 ]
 PREDICTIONS = [
-    Figure("replay_accuracy", "mean error per model, %", "step_mean_%", having(way="mapper")),
-    Figure("replay_accuracy", "largest error per model, %", "step_worst_%", having(way="mapper")),
+    Figure("replay_accuracy", "mean error per model, %", "step_mean_%", having(method="mapper")),
+    Figure(
+        "replay_accuracy", "largest error per model, %", "step_worst_%", having(method="mapper")
+    ),
     Figure(
         "replay_accuracy",
         "sum of operators, largest error per model, %",
         "step_worst_%",
-        having(way="additive, no casts or cascades"),
+        having(method="additive, no casts or cascades"),
     ),
-    Figure("ddp_accuracy", "mean error per model, %", "mean_%", having(way="replayed")),
-    Figure("ddp_accuracy", "largest error per model, %", "worst_%", having(way="replayed")),
+    Figure("ddp_accuracy", "mean error per model, %", "mean_%", having(method="replayed")),
+    Figure("ddp_accuracy", "largest error per model, %", "worst_%", having(method="replayed")),
     Figure(
         "ddp_accuracy",
         "without correction for the machine's current speed, largest error, %",
         "worst_%",
-        having(way="replayed, without calibration"),
+        having(method="replayed, without calibration"),
     ),
     Figure(
-        "ddp_accuracy", "without overlap, largest error, %", "worst_%", having(way="no overlap")
+        "ddp_accuracy", "without overlap, largest error, %", "worst_%", having(method="no overlap")
     ),
     Figure("memory_accuracy", "error of peak memory, %", magnitude("error"), has("real_mb")),
     *(
@@ -662,13 +664,16 @@ PLANS = [
             "batch_move",
             f"first step with another batch, {shapes} shapes, s",
             "move_s",
-            having(way=shapes),
+            having(method=shapes),
             "{:.1f}",
         )
         for shapes in ("static", "automatic", "dynamic")
     ),
     Figure(
-        "batch_move", "dynamic shapes: time of a step / static", "to_static", having(way="dynamic")
+        "batch_move",
+        "dynamic shapes: time of a step / static",
+        "to_static",
+        having(method="dynamic"),
     ),
     *_hybrid("hybrid", less=0.3),
     *_hybrid("hybrid_batches", less=0.5),

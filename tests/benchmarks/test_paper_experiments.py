@@ -166,7 +166,7 @@ def test_table_three_is_on_the_page_once_it_is_measured(
 @tiers.ALL
 def test_networks_are_trained_with_codecs_and_fp32(tmp_path: Path) -> None:
     methods = ("qsgd2", "duo4", "powerSGD_hook")
-    options = [option for method in methods for option in ("--way", method)]
+    options = [option for method in methods for option in ("--method", method)]
     rows = rows_of("codec_accuracy", "LSTM", options, tmp_path)
     assert rows.keys() == {"fp32", *methods}
     assert rows["fp32"]["points"] == 0.0
@@ -196,7 +196,7 @@ def rows_of(script: str, task: str, options: list[str], folder: Path) -> dict[st
     arguments = ["--quick", "--only", task, "--json", str(path), *options]
     status = forks.run(PAPER / f"{script}.py", arguments, os.environ, log, folder)
     assert status == 0, log.read_text()
-    return {row["way"]: row for row in json.loads(path.read_text())["rows"]}
+    return {row["method"]: row for row in json.loads(path.read_text())["rows"]}
 
 
 DRAWS = 400
@@ -268,7 +268,7 @@ def test_rows_with_fewer_seeds_do_not_replace_complete_rows(
         options = argparse.Namespace(quick=False, json=path, partial=tmp_path / name, seeds=seeds)
         trainings = codec_trainings.CodecTrainings("script.py", options, ["fp32", "qsgd4"])
         trainings.add(task, ["qsgd4"])
-        return {row["way"]: len(row["each"]) for row in json.loads(path.read_text())["rows"]}
+        return {row["method"]: len(row["each"]) for row in json.loads(path.read_text())["rows"]}
 
     monkeypatch.setattr(codec_trainings, "found_by", trained)
     assert rows(3, "first") == {"fp32": 3, "qsgd4": 3}

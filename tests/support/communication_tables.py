@@ -26,10 +26,10 @@ def two_level_accuracy() -> str:
 def _trainings(name: str) -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "network": lambda row: row["task"],
-        "gradients": lambda row: f"`{row['way']}`",
+        "gradients": lambda row: f"`{row['method']}`",
         "accuracy": accuracy_of,
         "points above FP32": lambda row: (
-            "" if row["way"] == "fp32" else f"{row['points']:+.2f} ± {row['error']:.2f}"
+            "" if row["method"] == "fp32" else f"{row['points']:+.2f} ± {row['error']:.2f}"
         ),
         "coding error": lambda row: f"{row['noise']:.3g}" if "noise" in row else "",
         "seeds": lambda row: str(len(row["each"])),
@@ -43,7 +43,7 @@ def duo_overlap() -> str:
     """Return step times by number of micro-batches, and the hidden share of the reductions."""
     steps: dict[int, dict[str, Row]] = {}
     for row in rows_of("duo_overlap"):
-        steps.setdefault(row["micro-batches"], {})[row["way"]] = row
+        steps.setdefault(row["micro-batches"], {})[row["method"]] = row
     codecs = ["none", "1bit*", "duo1", "fp32"]
     rows = (
         [str(count), *(f"{by_codec[codec]['seconds']:.2f} s" for codec in codecs), percent(hidden)]
@@ -61,13 +61,13 @@ def aqgb_fig3() -> str:
 
     columns: dict[str, Callable[[Row], str]] = {
         "link": lambda row: row["link"],
-        "method": lambda row: row["way"],
+        "method": lambda row: row["method"],
         "overlap": lambda row: with_ideal(row, "overlap", "by the rule"),
         "paper": lambda row: "" if row["paper"] is None else f"{row['paper']:.0%}",
         "to 0.68 s": lambda row: with_ideal(row, "overlap_last", "rule_last"),
         "all delivered at": lambda row: f"{row['end']:.3f} s",
         "ratios": lambda row: (
-            "" if row["way"] == "fp32" else ", ".join(f"{ratio:.2f}" for ratio in row["ratios"])
+            "" if row["method"] == "fp32" else ", ".join(f"{ratio:.2f}" for ratio in row["ratios"])
         ),
     }
     return table_of("aqgb_fig3", columns)
@@ -106,11 +106,13 @@ def gradient_codecs() -> str:
 
 def slow_links() -> str:
     plain = {
-        row["link"]: row["seconds to aim"] for row in rows_of("slow_links") if row["way"] == "fp32"
+        row["link"]: row["seconds to aim"]
+        for row in rows_of("slow_links")
+        if row["method"] == "fp32"
     }
     columns: dict[str, Callable[[Row], str]] = {
         "link": lambda row: row["link"],
-        "gradients": lambda row: f"`{row['way']}`",
+        "gradients": lambda row: f"`{row['method']}`",
         "step": lambda row: f"{1e3 * row['seconds a step']:.1f} ms",
         "accuracy": accuracy_of,
         "time to target": lambda row: f"{row['seconds to aim']:.1f} s",

@@ -244,7 +244,7 @@ def joint_fleets() -> str:
 def ddp_accuracy() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "model": lambda row: row["case"],
-        "prediction": lambda row: row["way"],
+        "prediction": lambda row: row["method"],
         "pairs": lambda row: str(row.get("pairs", "")),
         "mean error": lambda row: f"{row['mean_%']:.1f}%",
         "maximum error": lambda row: f"{row['worst_%']:.1f}%",
@@ -255,7 +255,7 @@ def ddp_accuracy() -> str:
 
 def replay_accuracy() -> str:
     """Return the mean and maximum error of predicted pass times of mixed plans by model."""
-    by_way = {(row["case"], row["way"]): row for row in rows_of("replay_accuracy")}
+    by_way = {(row["case"], row["method"]): row for row in rows_of("replay_accuracy")}
 
     def off(method: str) -> Callable[[Row], str]:
         return lambda row: "{passes_mean_%:.1f}%, {passes_worst_%:.1f}%".format(
@@ -271,13 +271,13 @@ def replay_accuracy() -> str:
         "sum of operators, without casts and propagation": off("additive, no casts or cascades"),
         "odd against even rounds": off("floor: odd against even rounds"),
     }
-    return table_of("replay_accuracy", columns, lambda row: row["way"] == "mapper")
+    return table_of("replay_accuracy", columns, lambda row: row["method"] == "mapper")
 
 
 def huge_pages() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "step": lambda row: row["case"],
-        "method": lambda row: row["way"],
+        "method": lambda row: row["method"],
         "without": lambda row: f"{row['without_ms']:.1f} ms",
         "with huge pages": lambda row: f"{row['huge_pages_ms']:.1f} ms",
         "ratio": lambda row: f"{row['ratio']:.2f}",
@@ -346,10 +346,10 @@ def _operators(row: Row) -> str:
 
 def _ways(name: str) -> Mapping[str, Callable[[Row], str]]:
     """Return columns that compare methods with uniform precision by cluster and seed."""
-    uniform = {_cluster(row): row["each"] for row in rows_of(name) if row["way"] == "uniform"}
+    uniform = {_cluster(row): row["each"] for row in rows_of(name) if row["method"] == "uniform"}
 
     def more(row: Row) -> str:
-        if row["way"] == "uniform":
+        if row["method"] == "uniform":
             return ""
         points = [
             100 * (accuracy - other)
@@ -360,7 +360,7 @@ def _ways(name: str) -> Mapping[str, Callable[[Row], str]]:
 
     return {
         "cluster": lambda row: row["cluster"],
-        "": lambda row: row["way"],
+        "": lambda row: row["method"],
         "accuracy": accuracy_of,
         "points above uniform": more,
         "steps/s": lambda row: (

@@ -72,7 +72,7 @@ class CodecTrainings:
         self._rows: dict[tuple[str, str], dict[str, Any]] = {}
         if options.json:
             before = standing(options.json, options.quick, all_machines=True)
-            self._rows = {(row["task"], row["way"]): row for row in reversed(before)}
+            self._rows = {(row["task"], row["method"]): row for row in reversed(before)}
 
     def add(self, task: str, methods: Sequence[str]) -> None:
         """Train with these methods and FP32, and write the rows after each seed.
@@ -105,7 +105,7 @@ class CodecTrainings:
         """Return the result of each method; train with those that are not in the cache."""
         quick, path = self._options.quick, self._cache.path
         common = {"task": task, "size": SIZES[task], "seed": seed, "quick": quick}
-        settings = {method: {**common, "way": method} for method in methods}
+        settings = {method: {**common, "method": method} for method in methods}
         missing = {name: run for name, run in settings.items() if run not in self._cache}
         results: dict[str, Any] = {}
         if missing:
@@ -138,7 +138,7 @@ class CodecTrainings:
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "size": by_size(self._options.quick, "a few steps", SIZES[task]),
             "task": task,
-            "way": method,
+            "method": method,
             "accuracy": statistics.fmean(each),
             "deviation": deviation(each),
             **points_above(each, [run["accuracy"] for run in full]),
@@ -181,11 +181,11 @@ def main(
         "metavar": "NAME",
         "help": "method to compare with FP32; repeatable; by default all",
     }
-    options = arguments(description, None, **OPTIONS, way=choice)
+    options = arguments(description, None, **OPTIONS, method=choice)
     torch.set_num_threads(1)
     trainings = CodecTrainings(script, options, [*every], ranks)
     for task in selected(options, methods):
-        chosen = [name for name in methods[task] if name in (options.way or every)]
+        chosen = [name for name in methods[task] if name in (options.method or every)]
         if chosen:
             trainings.add(task, chosen)
     trainings.show()
