@@ -136,7 +136,7 @@ def test_benchmarks_run_dry(name: str, only: str, tmp_path: Path) -> None:
 def test_benchmarks_judge_by_their_targets() -> None:
     script = (
         "from benchmarks.gpu import linear, measuring, quantize, step\n"
-        "print([t.judged(v)['met'] for t, v in ((linear.INT8_STEP, 1.38), (linear.INT8_STEP, "
+        "print([t.columns(v)['met'] for t, v in ((linear.INT8_STEP, 1.38), (linear.INT8_STEP, "
         "1.37), (step.OVERHEAD, 0.05), "
         "(step.OVERHEAD, 0.06), (quantize.BANDWIDTH, None), (measuring.GATE, 0.98))])"
     )
