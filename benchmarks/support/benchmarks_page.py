@@ -257,9 +257,11 @@ OTHERS = {
         "Hybrid training on two ranks, whose images are planned, too.",
         "python benchmarks/plans/hybrid.py --plan-batches --runs 5",
     ),
-    "two_bits": (
-        "ResNet-8 with gradients in 2 bits by QSGD, 14 seeds.",
-        'python benchmarks/paper/codec_accuracy.py --only "ResNet-8, i" --method qsgd2 --seeds 14',
+    "resnet_codecs": (
+        "ResNet-8 with the gradient codecs of claims, 14 seeds.",
+        'python benchmarks/paper/codec_accuracy.py --only "ResNet-8, i" --seeds 14 --method qsgd16 '
+        "--method qsgd8 --method qsgd4 --method qsgd2 --method 1bit --method '1bit*' "
+        "--method aqgb12 --method duo4 --method duo0",
     ),
     "one_bit": (
         "ResNet-8 with two-level reductions in 8 bits and 1 bit, and DUO in 1 bit, 12 seeds.",
@@ -535,7 +537,7 @@ COMMUNICATION = [
             lambda row: row["method"] != "fp32",
             "{:+.2f}",
         )
-        for result in ("codec_parameters", "two_bits", "one_bit", "two_level_accuracy")
+        for result in ("codec_parameters", "resnet_codecs", "one_bit", "two_level_accuracy")
     ),
     Figure(
         "duo_overlap",
