@@ -1,8 +1,8 @@
 """Steps of DUO by the number of micro-batches: how much of the slow reduction is hidden.
 Two ranks train an MLP with 7 MB of gradients over a link of 100 Mbps (links.py; loopback without
 root). Gradients are accumulated under no_sync over 1 to 16 micro-batches. "none" has no reduction,
-"1bit*" has only the fast reduction of "duo1", and "fp32" is DistributedDataParallel alone. All ways
-run interleaved. Columns: median "seconds" of a step; "exposed" is the time above "none", which has
+"1bit*" has only the fast reduction of "duo1", and "fp32" is DistributedDataParallel alone. They run
+interleaved. Columns: median "seconds" of a step; "exposed" is the time above "none", which has
 only the passes. "hidden" is the time by which DUO's step is shorter than both reductions in
 turn, relative to the time that can hide: the shorter of the passes and the FP32 reduction.
 """
@@ -100,7 +100,7 @@ def rank(job: dict[str, Any]) -> None:
 
 
 class Training:
-    """Training of an MLP with one way to reduce gradients."""
+    """Training of an MLP with one method of reducing gradients."""
 
     def __init__(self, method: str) -> None:
         self.method = method

@@ -52,7 +52,7 @@ PAPER = {"fp32": 0.51, "paper's rate": 0.98}
 
 @dataclass(frozen=True)
 class Case:
-    """Link, whose rates alternate, number of ranks, and ways to send."""
+    """Link, whose rates alternate, number of ranks, and methods of sending."""
 
     rates: tuple[str, ...]
     ranks: int = 2

@@ -29,7 +29,7 @@ NEITHER = "its values are neither row-major nor column-major"
 class StridedLines:
     """Matrices `[batches, rows, columns]` in memory, with strides in elements.
 
-    `stride` is between rows, `batch_stride` between matrices. `transposed`: whether a copy is.
+    `stride` is between rows, `batch_stride` between matrices. A copy transposes if `transposed`.
     """
 
     batches: int

@@ -203,7 +203,7 @@ class _SensitivityRun:
         self.captured, self.step, self.names, self.seed = captured, step, tuple(names), seed
         self.changes: dict[str, dict[str, RoundingSite]] = {}
         self.coding: Mapping[str, Mapping[str, float]] = {}
-        self._learned_graphs = 0
+        self._graph_count = 0
 
     @contextlib.contextmanager
     def at(self, index: int, batch: Any) -> Iterator[Callable[[], GradientStep]]:
@@ -220,7 +220,7 @@ class _SensitivityRun:
             rounding_stream.load_state_dict({"seed": seed, "draws": sample << 20})
 
         def now() -> GradientStep:
-            if not self._learned_graphs:
+            if not self._graph_count:
                 again(0)
                 with self.captured.running(as_it_is):
                     exact = gradients_of(loss(), self.captured.model)
@@ -251,11 +251,11 @@ class _SensitivityRun:
     def learn(self) -> bool:
         """Add the rounding sites of new graphs; return whether there are any."""
         self.captured.require()
-        new = self.captured.graphs[self._learned_graphs :]
+        new = self.captured.graphs[self._graph_count :]
         for part in new:
             for operator, by in changes(part, self.names, self.captured.options).items():
                 self.changes.setdefault(operator, by)
-        self._learned_graphs += len(new)
+        self._graph_count += len(new)
         return bool(new)
 
     def result(
